@@ -1,0 +1,309 @@
+"""Configuration: the fields of these dataclasses ARE the command-line flags.
+
+`arguments.py` turns every field into `--<prefix>-<field-name>`; the docstring under a field is its help text and
+states meaning, unit and bounds. Each class checks itself in `validate()`, which raises `ConfigError` with one
+sentence that names the flag to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message is one sentence that names the flag to change."""
+
+
+Correction = Literal[
+    "none",
+    "token-tis",
+    "sequence-tis",
+    "token-mis",
+    "sequence-mis",
+    "geometric-mis",
+    "icepop",
+    "cispo",
+    "gspo",
+    "ppo-clip",
+]
+Aggregation = Literal["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"]
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ConfigError(sentence)
+
+
+@dataclass(kw_only=True)
+class VCPOConfig:
+    """What is optimized: importance correction, ESS scaling, baseline, energies, aggregation, penalties. Prefix --vcpo."""
+
+    loss: str = "megatron_vcpo.objective:vcpo_loss"
+    """Import path 'module:function' of the loss; any function LossInputs -> LossOutputs."""
+
+    correction: Correction = "sequence-tis"
+    """Importance correction applied to the policy gradient (formulas: docs/corrections.md)."""
+
+    correction_lower: float | None = None
+    """Lower bound of the ratio (mis, icepop) or the lower clip distance (gspo, ppo-clip: ratio >= 1 - value; cispo: same).
+    Dimensionless. Default: the correction's own (icepop 0.5, mis 0.0, ppo-clip 0.2, gspo 3e-4, cispo 1.0)."""
+
+    correction_upper: float | None = None
+    """Upper bound of the ratio (tis, mis, icepop) or the upper clip distance (gspo, ppo-clip, cispo: ratio <= 1 + value).
+    Dimensionless. Default: the correction's own (tis 8.0, mis 8.0, geometric-mis 2.0, icepop 5.0, ppo-clip 0.28, gspo 4e-4, cispo 4.0)."""
+
+    veto_ratio: float = 0.0
+    """Drop a trajectory that holds a token whose ratio policy/behaviour is below this. Dimensionless; 0 is off."""
+
+    ess_scaling: Literal["off", "sqrt", "linear"] = "sqrt"
+    """Learning rate of a step times (rho / reference)^(1/2) for sqrt, ^1 for linear; off leaves the schedule alone."""
+
+    ess_reference: str = "1.0"
+    """rho at which the learning rate is the schedule's own: a number in (0, 1], or 'auto', the median rho over the
+    first --vcpo-ess-reference-steps steps at the lowest lag."""
+
+    ess_reference_steps: int = 16
+    """Steps over which the automatic reference takes its median. Optimizer steps."""
+
+    ess_floor: float = 0.0
+    """Lower bound of rho / reference before the exponent. Dimensionless, in [0, 1]."""
+
+    ess_weights: Literal["raw", "capped"] = "raw"
+    """Sequence weights that rho is computed from: raw, or capped at --vcpo-correction-upper."""
+
+    baseline: Literal["none", "mean", "leave-one-out", "opob", "opob-leave-one-out"] = "opob"
+    """Baseline subtracted from the reward: nothing, scope mean, mean of the others, the minimum-variance one (OPOB),
+    or OPOB over the others."""
+
+    baseline_scope: Literal["group", "minibatch"] = "group"
+    """Trajectories a baseline is computed over: those of one prompt, or of the whole minibatch."""
+
+    energy: Literal["logit", "length", "exact"] = "logit"
+    """Energy that weights the OPOB baseline: sum ||onehot - softmax||^2, response length, or exact gradient norms."""
+
+    reward_normalization: Literal["none", "group-std", "minibatch-std"] = "group-std"
+    """Divide (reward - baseline) by the standard deviation (population) of the rewards of the group or minibatch."""
+
+    aggregation: Aggregation = "seq-mean-token-mean"
+    """How token terms become one loss; all denominators are global over the minibatch."""
+
+    kl_coefficient: float = 0.0
+    """Weight of the KL penalty to the frozen reference (the weights at iteration 0). Dimensionless; 0 is off."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token KL estimator: k1 = log p/ref, k2 = (log p/ref)^2 / 2, k3 = ref/p - 1 - log ref/p."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus, per response token. Dimensionless; 0 is off."""
+
+    tokens_per_micro_batch: int | None = None
+    """Token budget of a packed micro-batch (prompt + response tokens of its trajectories). Default: --seq-length."""
+
+    logit_chunk: int = 0
+    """Tokens whose logits exist at one time (recomputed in backward); 0 keeps the logits of the micro-batch."""
+
+    load_hf: str | None = None
+    """Folder of a Hugging Face checkpoint (config.json, *.safetensors) to start from; a --load checkpoint wins."""
+
+    dry_run: bool = False
+    """Check every flag, print the resolved configuration, rank map and memory estimate, start nothing, exit 0."""
+
+    def validate(self) -> None:
+        """Raise ConfigError on the first setting that cannot work."""
+        if self.ess_reference != "auto":
+            try:
+                reference = float(self.ess_reference)
+            except ValueError:
+                reference = -1.0
+            _require(
+                0.0 < reference <= 1.0,
+                f"--vcpo-ess-reference must be a number in (0, 1] or 'auto', not {self.ess_reference!r}.",
+            )
+        _require(self.ess_reference_steps >= 1, "--vcpo-ess-reference-steps must be at least 1.")
+        _require(0.0 <= self.ess_floor <= 1.0, f"--vcpo-ess-floor must lie in [0, 1], not {self.ess_floor}.")
+        _require(self.veto_ratio >= 0.0, "--vcpo-veto-ratio must not be negative.")
+        _require(self.kl_coefficient >= 0.0, "--vcpo-kl-coefficient must not be negative.")
+        _require(
+            self.energy != "exact",
+            "--vcpo-energy exact is not available in this version; choose --vcpo-energy logit or length.",
+        )
+        for name, value in (("lower", self.correction_lower), ("upper", self.correction_upper)):
+            _require(value is None or value >= 0.0, f"--vcpo-correction-{name} must not be negative.")
+        if self.correction in ("token-mis", "sequence-mis", "geometric-mis", "icepop"):
+            low, high = self.correction_lower, self.correction_upper
+            _require(
+                low is None or high is None or low < high,
+                f"--vcpo-correction-lower ({low}) must be below --vcpo-correction-upper ({high}).",
+            )
+        _require(
+            self.tokens_per_micro_batch is None or self.tokens_per_micro_batch > 0,
+            "--vcpo-tokens-per-micro-batch must be positive.",
+        )
+        _require(self.logit_chunk >= 0, "--vcpo-logit-chunk must not be negative.")
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """How trajectories are made: environment, sampling, engine, staleness, evaluation. Prefix --rollout."""
+
+    environment: str = "reasoning_gym:chain_sum"
+    """Task: 'reasoning_gym:<dataset>', 'jsonl' (with --rollout-prompts), or 'module:Class' of your own."""
+
+    environment_config: str = "{}"
+    """Keyword arguments of the environment, as a JSON object."""
+
+    prompts: str | None = None
+    """JSONL file with one question a line ('question'/'prompt'/'problem' and 'answer'/'solution'), for 'jsonl'."""
+
+    eval_prompts: str | None = None
+    """JSONL file of held-out questions for evaluation, for 'jsonl'."""
+
+    chat_template: bool = False
+    """Wrap each prompt as one user message with the tokenizer's chat template."""
+
+    prompts_per_step: int = 8
+    """Prompts whose responses one optimizer step consumes."""
+
+    responses_per_prompt: int = 8
+    """Responses sampled for each prompt (the group size)."""
+
+    max_response_length: int = 256
+    """Upper bound of a response. Tokens; a response that reaches it is marked truncated."""
+
+    max_prompt_length: int | None = None
+    """Upper bound of a prompt; longer ones are skipped and counted. Tokens. Default: --seq-length minus the response bound."""
+
+    temperature: float = 1.0
+    """Sampling temperature; behaviour and policy log-probs are both those of the tempered distribution."""
+
+    top_p: float = 1.0
+    """Nucleus sampling. Only 1.0 is accepted: the policy's log-probs are not renormalized over a nucleus."""
+
+    top_k: int = 0
+    """Top-k sampling. Only 0 (off) is accepted, for the same reason."""
+
+    stop: list[str] | None = None
+    """Strings that end a response (kept in it). The end-of-text token always does."""
+
+    max_lag: int = 0
+    """Largest allowed age of a token, in optimizer steps between the policy that sampled it and the one that trains on
+    it. A rollout phase feeds max_lag + 1 steps; anything older is refused and counted, never trained on."""
+
+    steps_per_phase: int | None = None
+    """Optimizer steps fed by one rollout phase. Default: max_lag + 1, or 1 where --sync-interval is above 1."""
+
+    seed: int | None = None
+    """Seed of prompts and sampling. Default: --seed."""
+
+    tokenizer: str | None = None
+    """Folder of the Hugging Face tokenizer. Default: --tokenizer-model."""
+
+    engine_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Data type of the engine's weights and activations; auto follows the trainer's."""
+
+    engine_tensor_parallel_size: int = 1
+    """Tensor-parallel ranks of one engine; must divide the number of processes."""
+
+    engine_kv_cache_bytes: int = 1 << 28
+    """Key-value cache of one engine rank. Bytes."""
+
+    engine_max_sequences: int = 256
+    """Sequences the engine decodes at once."""
+
+    reward_workers: int = 2
+    """Processes that compute rewards, for each trainer process that generates."""
+
+    reward_timeout: float = 10.0
+    """Deadline of one reward. Seconds; a reward past it rejects that one trajectory."""
+
+    eval_interval: int = 0
+    """Evaluate on held-out prompts every so many optimizer steps (and once before the first); 0 is off."""
+
+    eval_num_prompts: int = 64
+    """Held-out prompts of one evaluation."""
+
+    eval_samples: int = 1
+    """Responses for each held-out prompt."""
+
+    eval_temperature: float = 0.0
+    """Temperature of evaluation; 0 is greedy."""
+
+    save_trajectories: int = 0
+    """Trajectories written as text to <run folder>/samples.jsonl each rollout phase; 0 is off."""
+
+    run_dir: str | None = None
+    """Folder for metrics.jsonl, samples and pictures. Default: --save, or runs/<date-time>."""
+
+    quiet: bool = False
+    """No progress bars."""
+
+    def phase_steps(self, sync_interval: int) -> int:
+        """Optimizer steps that one rollout phase feeds."""
+        if self.steps_per_phase is not None:
+            return self.steps_per_phase
+        return self.max_lag + 1 if sync_interval == 1 else 1
+
+    def validate(self) -> None:
+        """Raise ConfigError on the first setting that cannot work."""
+        for name in ("prompts_per_step", "responses_per_prompt", "max_response_length", "reward_workers"):
+            flag = "--rollout-" + name.replace("_", "-")
+            _require(getattr(self, name) >= 1, f"{flag} must be at least 1, not {getattr(self, name)}.")
+        _require(self.temperature > 0.0, "--rollout-temperature must be above 0: greedy rollouts have no gradient.")
+        _require(
+            self.top_p == 1.0 and self.top_k == 0,
+            "--rollout-top-p other than 1 and --rollout-top-k other than 0 are refused: the policy's log-probs would not "
+            "be those of the distribution that was sampled from; leave them at 1.0 and 0.",
+        )
+        _require(self.max_lag >= 0, "--rollout-max-lag must not be negative.")
+        _require(self.reward_timeout > 0.0, "--rollout-reward-timeout must be positive.")
+        _require(self.eval_interval >= 0, "--rollout-eval-interval must not be negative.")
+        _require(self.eval_samples >= 1, "--rollout-eval-samples must be at least 1.")
+        _require(
+            self.eval_samples == 1 or self.eval_temperature > 0.0,
+            "--rollout-eval-samples above 1 needs --rollout-eval-temperature above 0: greedy responses are all equal.",
+        )
+
+
+@dataclass(kw_only=True)
+class SyncConfig:
+    """How weights reach the engine. Prefix --sync."""
+
+    interval: int = 1
+    """Publish weights every so many optimizer steps, before the next rollout phase (gives lag 0 .. interval - 1)."""
+
+    verify: Literal["off", "first", "every"] = "first"
+    """Compare the engine's log-probs with the trainer's after the first sync, after every one, or never."""
+
+    verify_tolerance: float | None = None
+    """Largest allowed mean absolute log-prob difference of the check. Nats. Default: 1e-3 (fp32), 0.02 (fp16), 0.1 (bf16)."""
+
+    bucket_bytes: int = 64 << 20
+    """Size of one staging bucket; peak extra memory is about two buckets. Bytes."""
+
+    def validate(self) -> None:
+        """Raise ConfigError on the first setting that cannot work."""
+        _require(self.interval >= 1, f"--sync-interval must be at least 1, not {self.interval}.")
+        _require(self.bucket_bytes >= 1 << 16, "--sync-bucket-bytes must be at least 65536.")
+
+
+@dataclass(kw_only=True)
+class PluginConfig:
+    """The three groups together."""
+
+    vcpo: VCPOConfig = dataclasses.field(default_factory=VCPOConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
+
+    def validate(self) -> None:
+        """Check each group, then what only the groups together can show."""
+        for group in (self.vcpo, self.rollout, self.sync):
+            group.validate()
+        _require(
+            self.rollout.responses_per_prompt > 1
+            or self.vcpo.baseline == "none"
+            or self.vcpo.baseline_scope == "minibatch",
+            "--rollout-responses-per-prompt 1 leaves a group baseline nothing to compare with (every gradient is zero); "
+            "use --vcpo-baseline-scope minibatch, --vcpo-baseline none, or more responses.",
+        )

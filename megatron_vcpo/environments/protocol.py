@@ -1,0 +1,36 @@
+"""The protocol of an environment: a prompt in, a reward out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Split = Literal["train", "eval"]
+
+
+class EnvironmentSetupError(ValueError):
+    """The environment cannot be built or its data cannot be read; one sentence, with file and line where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A question and what is needed to judge an answer to it. Must pickle: rewards run in other processes."""
+
+    text: str
+    answer: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Two methods; a third, `__len__`, where the prompts are finite.
+
+    A class is built as `Class(split="train" | "eval", seed=int, **environment_config)`, once in the trainer (for
+    prompts) and once in every reward process (for rewards).
+    """
+
+    def prompt(self, index: int) -> Prompt:
+        """The index-th prompt; the same index gives the same prompt in every process and run."""
+
+    def reward(self, prompt: Prompt, response: str) -> float | Mapping[str, float]:
+        """Judge one response. A mapping holds named parts and its key 'reward' is the reward."""
