@@ -1,0 +1,1 @@
+"""Changes to other packages, one file each: what is wrong, for which versions, and the test that tells when it can go."""
