@@ -1,0 +1,84 @@
+"""LossInputs and LossOutputs: the interface of the built-in loss and of a user's own.
+
+A loss is any function LossInputs -> LossOutputs; `load_loss` finds one by its import path.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_vcpo.config import ConfigError, VCPOConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """One packed micro-batch: n trajectories in T token positions.
+
+    Trajectory i owns the positions cu_seqlens[i] : cu_seqlens[i + 1]; positions from cu_seqlens[-1] on are padding.
+    What stands where `mask` is False never matters, NaN and inf included. Log-probs are in nats. The denominators
+    belong to the whole minibatch, so that any split into micro-batches and data-parallel ranks sums to the same loss.
+    A trajectory with a non-finite reward or log-weight is left out of everything; its owner leaves it out of
+    `num_trajectories` and `num_tokens` too.
+
+    Example:
+        >>> LossInputs(policy_logprobs=p, behavior_logprobs=p.detach(), mask=torch.ones(5, dtype=torch.bool),
+        ...            cu_seqlens=torch.tensor([0, 3, 5]), rewards=torch.tensor([1.0, 0.0]),
+        ...            group_ids=torch.tensor([7, 7]), advantage_scales=torch.ones(2), num_trajectories=2.0,
+        ...            num_tokens=5.0, max_response_length=8, config=VCPOConfig(energy="length"))
+    """
+
+    policy_logprobs: Tensor  # [T] with gradient: log-probs of the tokens under the current parameters
+    behavior_logprobs: Tensor  # [T] of the distribution each token was really drawn from
+    mask: Tensor  # [T] bool, True on response tokens that the policy sampled
+    cu_seqlens: Tensor  # [n + 1] int, starts at 0
+    rewards: Tensor  # [n]
+    group_ids: Tensor  # [n] int64, any values
+    advantage_scales: Tensor  # [n] factor of (reward - baseline), computed over the whole minibatch
+    num_trajectories: float  # usable trajectories of the whole minibatch
+    num_tokens: float  # masked-in tokens of the whole minibatch
+    max_response_length: int  # bound of a response, the denominator of seq-mean-token-sum-norm
+    config: VCPOConfig
+    token_energies: Tensor | None = None  # [T] ||onehot - softmax||^2, no gradient; needed for opob with logit energy
+    baselines: Tensor | None = None  # [n]; None: each scope lies wholly in this micro-batch and is computed here
+    reference_logprobs: Tensor | None = None  # [T]; needed where kl_coefficient > 0
+    entropy: Tensor | None = None  # [T] with gradient, nats; needed where entropy_coefficient > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutputs:
+    """What a loss returns for one micro-batch.
+
+    The sum of `loss` over micro-batches and data-parallel ranks is the loss of the minibatch. Every metric is a
+    tensor [2] = (sum, count), without gradient, to be summed over micro-batches and ranks and then divided; the keys
+    are the same in every micro-batch of a run. A count of 0 means "not measured".
+    """
+
+    loss: Tensor  # scalar, attached to the graph of policy_logprobs
+    metrics: dict[str, Tensor]  # name -> [2]
+
+
+Loss = Callable[[LossInputs], LossOutputs]
+
+
+def load_loss(path: str) -> Loss:
+    """The function at import path 'module:function'.
+
+    Raises:
+        ConfigError: one sentence, when the path is malformed, the module cannot be imported, or it holds no such
+            callable.
+    """
+    module_name, separator, name = path.partition(":")
+    if not (separator and module_name and name):
+        raise ConfigError(f"--vcpo-loss must be an import path 'module:function', not {path!r}.")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"--vcpo-loss {path!r}: cannot import {module_name!r} ({error}).") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"--vcpo-loss {path!r}: the module {module_name!r} has no function {name!r}.")
+    return function
