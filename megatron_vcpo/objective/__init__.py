@@ -10,6 +10,87 @@ baseline     optimal and mean baselines, reward scales
 loss         vcpo_loss
 """
 
+from megatron_vcpo.objective.baseline import (
+    BaselineResult,
+    advantage_scales,
+    mean_baseline,
+    optimal_baseline,
+    optimal_baseline_with_fallbacks,
+)
+from megatron_vcpo.objective.corrections import (
+    CORRECTIONS,
+    AppliedWeights,
+    Correction,
+    LogRatios,
+    applied_weights,
+    clip_surrogate,
+    ess_log_weights,
+    log_bounds,
+    log_ratios,
+    sequence_log_applied,
+    vetoed,
+)
+from megatron_vcpo.objective.energy import length_energy, log_energies, logit_energy, token_logit_energy
+from megatron_vcpo.objective.ess import (
+    combine_ess_statistics,
+    effective_sample_size,
+    ess_statistics,
+    learning_rate_multiplier,
+)
+from megatron_vcpo.objective.importance import sequence_log_weights
+from megatron_vcpo.objective.loss import (
+    kl_estimate,
+    length_normalizers,
+    trajectory_baselines,
+    trajectory_baselines_with_fallbacks,
+    trajectory_energies,
+    trajectory_log_energies,
+    vcpo_loss,
+)
 from megatron_vcpo.objective.records import Loss, LossInputs, LossOutputs, load_loss
+from megatron_vcpo.objective.segments import dense_ids, segment_ids, segment_max, segment_min, segment_sum, spread
 
-__all__ = ["Loss", "LossInputs", "LossOutputs", "load_loss"]
+__all__ = [
+    "CORRECTIONS",
+    "AppliedWeights",
+    "BaselineResult",
+    "Correction",
+    "LogRatios",
+    "Loss",
+    "LossInputs",
+    "LossOutputs",
+    "advantage_scales",
+    "applied_weights",
+    "clip_surrogate",
+    "combine_ess_statistics",
+    "dense_ids",
+    "effective_sample_size",
+    "ess_log_weights",
+    "ess_statistics",
+    "kl_estimate",
+    "learning_rate_multiplier",
+    "length_energy",
+    "length_normalizers",
+    "load_loss",
+    "log_bounds",
+    "log_energies",
+    "log_ratios",
+    "logit_energy",
+    "mean_baseline",
+    "optimal_baseline",
+    "optimal_baseline_with_fallbacks",
+    "segment_ids",
+    "segment_max",
+    "segment_min",
+    "segment_sum",
+    "sequence_log_applied",
+    "sequence_log_weights",
+    "spread",
+    "token_logit_energy",
+    "trajectory_baselines",
+    "trajectory_baselines_with_fallbacks",
+    "trajectory_energies",
+    "trajectory_log_energies",
+    "vcpo_loss",
+    "vetoed",
+]
