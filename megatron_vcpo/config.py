@@ -5,8 +5,6 @@ states meaning, unit and bounds. Each class checks itself in `validate()`, which
 sentence that names the flag to change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal

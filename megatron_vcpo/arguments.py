@@ -1,0 +1,247 @@
+"""The dataclasses of `config.py` as argparse groups, defaults for Megatron's own flags, and checks across both."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron.training.argument_utils import ArgumentGroupFactory
+
+from megatron_vcpo.config import ConfigError, PluginConfig, RolloutConfig, SyncConfig, VCPOConfig
+from patches import megatron_cpu
+
+_GROUPS: dict[str, type] = {"vcpo": VCPOConfig, "rollout": RolloutConfig, "sync": SyncConfig}
+
+# What a loop over packed trajectories needs of Megatron; a user's flag still overrides, and is then checked.
+_MEGATRON_DEFAULTS: dict[str, Any] = {
+    "dataloader_type": "external",
+    "calculate_per_token_loss": True,
+    "micro_batch_size": 1,
+    "eval_iters": 0,
+    "eval_interval": 1_000_000_000,
+    "rerun_mode": "disabled",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "moe_token_dispatcher_type": "alltoall",  # the only one that takes variable lengths
+    "position_embedding_type": "rope",
+}
+
+# What runs on a CPU over gloo.
+_CPU_DEFAULTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "apply_rope_fusion": False,
+    "no_persist_layer_norm": True,
+    "check_for_nan_in_loss_and_grad": False,
+}
+
+
+class _PrefixedGroup(ArgumentGroupFactory):
+    """Megatron's own dataclass-to-flags helper, with a prefix on flags and destinations."""
+
+    def __init__(self, config_class: type, prefix: str) -> None:
+        super().__init__(config_class)
+        self.prefix = prefix
+
+    def _build_argparse_kwargs_from_field(self, attribute: dataclasses.Field[Any]) -> dict[str, Any]:
+        kwargs = super()._build_argparse_kwargs_from_field(attribute)
+        kwargs["arg_names"] = [f"--{self.prefix}-{attribute.name.replace('_', '-')}"]
+        kwargs["dest"] = f"{self.prefix}_{attribute.name}"
+        text = kwargs["help"].replace("%", "%%")
+        kwargs["help"] = text if "Default:" in text else f"{text} Default: {kwargs['default']}."
+        return kwargs
+
+
+def add_vcpo_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of the plugin to Megatron's parser (its `extra_args_provider`) and set the defaults it needs."""
+    for prefix, config_class in _GROUPS.items():
+        _PrefixedGroup(config_class, prefix).build_group(parser, title=f"{prefix} ({config_class.__name__})")
+    parser.set_defaults(**_MEGATRON_DEFAULTS)
+    if megatron_cpu.active():
+        parser.set_defaults(**_CPU_DEFAULTS)
+    return parser
+
+
+def plugin_config_from_args(args: argparse.Namespace) -> PluginConfig:
+    """The three dataclasses, filled from parsed flags and not yet checked."""
+    groups = {
+        prefix: config_class(
+            **{field.name: getattr(args, f"{prefix}_{field.name}") for field in dataclasses.fields(config_class)}
+        )
+        for prefix, config_class in _GROUPS.items()
+    }
+    return PluginConfig(**groups)
+
+
+def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
+    """Check flags against each other before Megatron's own checks, and fill in what follows from them.
+
+    Raises:
+        ConfigError: one sentence that names the flag to change.
+    """
+    config.validate()
+    rollout = config.rollout
+    _require_megatron_flags(args)
+    if args.use_dist_ckpt_deprecated if hasattr(args, "use_dist_ckpt_deprecated") else False:
+        raise ConfigError("--use-dist-ckpt is deprecated in Megatron; drop it.")
+    trajectories = rollout.prompts_per_step * rollout.responses_per_prompt
+    if args.global_batch_size is None:
+        args.global_batch_size = trajectories
+    elif args.global_batch_size != trajectories:
+        raise ConfigError(
+            f"--global-batch-size {args.global_batch_size} must be --rollout-prompts-per-step x "
+            f"--rollout-responses-per-prompt = {trajectories}; drop it to have it set."
+        )
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    dp_size = max(1, args.world_size // model_parallel)
+    if trajectories % dp_size:
+        raise ConfigError(
+            f"{trajectories} trajectories a step (--rollout-prompts-per-step {rollout.prompts_per_step} x "
+            f"--rollout-responses-per-prompt {rollout.responses_per_prompt}) do not divide over {dp_size} "
+            "data-parallel ranks; change one of the two."
+        )
+    if args.world_size % rollout.engine_tensor_parallel_size:
+        raise ConfigError(
+            f"--rollout-engine-tensor-parallel-size {rollout.engine_tensor_parallel_size} must divide the number of "
+            f"processes ({args.world_size})."
+        )
+    _resolve_lengths(args, config)
+    _resolve_staleness(config)
+    _resolve_files(args, config)
+
+
+def _require_megatron_flags(args: argparse.Namespace) -> None:
+    needed = (
+        ("dataloader_type", "external", "--dataloader-type"),
+        ("calculate_per_token_loss", True, "--calculate-per-token-loss"),
+        ("micro_batch_size", 1, "--micro-batch-size"),
+        ("rerun_mode", "disabled", "--rerun-mode"),
+        ("hidden_dropout", 0.0, "--hidden-dropout"),
+        ("attention_dropout", 0.0, "--attention-dropout"),
+        ("moe_token_dispatcher_type", "alltoall", "--moe-token-dispatcher-type"),
+        ("eval_iters", 0, "--eval-iters"),
+    )
+    for name, value, flag in needed:
+        actual = getattr(args, name)
+        if actual != value:
+            hint = " (evaluation is --rollout-eval-interval)" if name == "eval_iters" else ""
+            raise ConfigError(f"{flag} must be {value}, not {actual}: drop the flag{hint}.")
+    if args.context_parallel_size > 1:
+        raise ConfigError(
+            "--context-parallel-size above 1 is not supported in this version; use tensor, pipeline or data parallelism."
+        )
+    if args.rampup_batch_size is not None:
+        raise ConfigError("--rampup-batch-size cannot work: the batch is what the rollouts give; drop it.")
+    if not args.train_iters:
+        raise ConfigError("--train-iters (optimizer steps) is required.")
+    if args.seq_length is None:
+        raise ConfigError("--seq-length (tokens of a prompt and its response, at most) is required.")
+
+
+def _resolve_lengths(args: argparse.Namespace, config: PluginConfig) -> None:
+    rollout = config.rollout
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    limit = args.max_position_embeddings
+    if rollout.max_response_length >= min(args.seq_length, limit):
+        raise ConfigError(
+            f"--rollout-max-response-length {rollout.max_response_length} leaves no room for a prompt: "
+            f"--seq-length is {args.seq_length} and --max-position-embeddings {limit}."
+        )
+    if rollout.max_prompt_length is None:
+        rollout.max_prompt_length = min(args.seq_length, limit) - rollout.max_response_length
+    longest = rollout.max_prompt_length + rollout.max_response_length
+    if longest > limit:
+        raise ConfigError(
+            f"--rollout-max-prompt-length {rollout.max_prompt_length} + --rollout-max-response-length "
+            f"{rollout.max_response_length} exceed the model's limit, --max-position-embeddings {limit}."
+        )
+    if config.vcpo.tokens_per_micro_batch is None:
+        config.vcpo.tokens_per_micro_batch = max(args.seq_length, longest)
+    if longest > config.vcpo.tokens_per_micro_batch:
+        raise ConfigError(
+            f"--vcpo-tokens-per-micro-batch {config.vcpo.tokens_per_micro_batch} is less than the longest trajectory, "
+            f"--rollout-max-prompt-length + --rollout-max-response-length = {longest}."
+        )
+
+
+def _resolve_staleness(config: PluginConfig) -> None:
+    rollout, interval = config.rollout, config.sync.interval
+    phase = rollout.phase_steps(interval)
+    if phase < 1:
+        raise ConfigError("--rollout-steps-per-phase must be at least 1.")
+    oldest = (interval - 1) // phase * phase + phase - 1 if interval > 1 else phase - 1
+    if oldest > rollout.max_lag:
+        raise ConfigError(
+            f"--sync-interval {interval} with {phase} step(s) per rollout phase trains on tokens up to {oldest} steps "
+            f"old, but --rollout-max-lag is {rollout.max_lag} and they would all be refused; raise --rollout-max-lag "
+            "or lower one of the two."
+        )
+
+
+def _resolve_files(args: argparse.Namespace, config: PluginConfig) -> None:
+    rollout = config.rollout
+    if rollout.tokenizer is None:
+        rollout.tokenizer = args.tokenizer_model
+    if rollout.tokenizer is None:
+        raise ConfigError(
+            "--rollout-tokenizer (or --tokenizer-type HuggingFaceTokenizer --tokenizer-model) must name the tokenizer's folder."
+        )
+    if not (Path(rollout.tokenizer) / "tokenizer_config.json").is_file():
+        raise ConfigError(f"--rollout-tokenizer {rollout.tokenizer}: no tokenizer_config.json in that folder.")
+    if rollout.seed is None:
+        rollout.seed = args.seed
+    if config.vcpo.load_hf is not None and not (Path(config.vcpo.load_hf) / "config.json").is_file():
+        raise ConfigError(f"--vcpo-load-hf {config.vcpo.load_hf}: no config.json in that folder.")
+    if args.load is not None and not (Path(args.load) / "latest_checkpointed_iteration.txt").is_file():
+        # Megatron would go on with random weights, or exit with code 0.
+        if args.load != args.save:
+            raise ConfigError(
+                f"--load {args.load}: no checkpoint there (no latest_checkpointed_iteration.txt); correct the path or drop it."
+            )
+        args.load = None
+    if args.save is not None:
+        _require_writable(Path(args.save), "--save")
+        args.dataloader_save = args.save
+    else:
+        args.dataloader_save = None
+
+
+def _require_writable(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder}: cannot create the folder ({error.strerror}).") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag} {folder}: the folder is not writable.")
+
+
+def parse() -> tuple[argparse.Namespace, PluginConfig]:
+    """Parse the command line, check it, hand it to Megatron's own checks and make it Megatron's global arguments.
+
+    Raises:
+        ConfigError: anything that cannot work, Megatron's assertions included.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
+
+    args = parse_args(extra_args_provider=add_vcpo_args)
+    config = plugin_config_from_args(args)
+    resolve(args, config)
+    try:
+        validate_args(args, {})
+    except AssertionError as error:
+        raise ConfigError(f"Megatron refuses these flags: {error or 'an assertion without a message failed'}.") from error
+    args.variable_seq_lengths = True  # validate_args sets it to False, and there is no flag
+    if not config.vcpo.dry_run:
+        set_global_variables(args)
+    return args, config

@@ -1,0 +1,106 @@
+"""A minibatch as one data-parallel rank sees it: its micro-batches, and the numbers that belong to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.packing import MicroBatch, PackingPlan, build_micro_batch, plan_micro_batches
+from megatron_vcpo.objective import advantage_scales
+from megatron_vcpo.rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingSettings:
+    """How trajectories are packed on this layout."""
+
+    budget: int  # tokens of a micro-batch
+    token_multiple: int = 1  # T of a micro-batch is a multiple of it
+    micro_batch_multiple: int = 1  # the number of micro-batches is a multiple of it
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Minibatch:
+    """What one optimizer step consumes."""
+
+    trajectories: tuple[Trajectory, ...]  # of all data-parallel ranks, in one order everywhere
+    plan: PackingPlan
+    micro_batches: list[MicroBatch]  # of this rank
+    rewards: Tensor  # [N] fp32
+    group_ids: Tensor  # [N] int64
+    advantage_scales: Tensor  # [N] fp32
+    num_response_tokens: int  # sampled tokens, over all ranks
+    num_rows: int  # rows of all micro-batches of all ranks, padding included
+    baselines: Tensor | None = None  # [N], set by a scoring pass
+
+    @property
+    def num_trajectories(self) -> int:
+        """N, over all ranks."""
+        return len(self.trajectories)
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens of all trajectories, without padding."""
+        return sum(t.num_tokens for t in self.trajectories)
+
+
+def needs_scoring_pass(config: VCPOConfig, plan: PackingPlan) -> bool:
+    """Whether baselines must be known before the loss: a scope that spans micro-batches or ranks."""
+    if not config.baseline.startswith("opob"):
+        # Means need rewards alone, which every rank has: they come from the same place, at no cost.
+        return False
+    if config.baseline_scope == "minibatch":
+        return len(plan.bins) > 1 or plan.num_micro_batches > 1
+    return not plan.groups_together
+
+
+def build_minibatch(
+    trajectories: Sequence[Trajectory], config: VCPOConfig, packing: PackingSettings, device: torch.device
+) -> Minibatch:
+    """Plan and build this rank's micro-batches; every rank calls it with the same trajectories.
+
+    Raises:
+        PackingError: a trajectory does not fit, with its name.
+    """
+    lengths = [t.num_tokens for t in trajectories]
+    plan = plan_micro_batches(
+        lengths,
+        [t.group_id for t in trajectories],
+        budget=packing.budget,
+        dp_size=packing.dp_size,
+        multiple=packing.micro_batch_multiple,
+        prefer_groups=config.baseline.startswith("opob") and config.baseline_scope == "group",
+    )
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32, device=device)
+    group_ids = torch.tensor([t.group_id for t in trajectories], dtype=torch.int64, device=device)
+    micro_batches = [
+        build_micro_batch(trajectories, bin_, multiple=packing.token_multiple, device=device)
+        for bin_ in plan.bins[packing.dp_rank]
+    ]
+    return Minibatch(
+        trajectories=tuple(trajectories),
+        plan=plan,
+        micro_batches=micro_batches,
+        rewards=rewards,
+        group_ids=group_ids,
+        advantage_scales=advantage_scales(rewards, group_ids, config.reward_normalization).float(),
+        num_response_tokens=int(sum(np.count_nonzero(t.response_mask) for t in trajectories)),
+        num_rows=_total_rows(plan, lengths, packing.token_multiple),
+    )
+
+
+def _total_rows(plan: PackingPlan, lengths: Sequence[int], multiple: int) -> int:
+    filler = multiple * max(1, 2 // multiple)
+    total = 0
+    for rank in plan.bins:
+        for bin_ in rank:
+            rows = sum(lengths[i] for i in bin_)
+            total += -(-rows // multiple) * multiple if rows else filler
+    return total

@@ -1,0 +1,383 @@
+"""PolicyStep: everything that happens to one minibatch between the buffer and the optimizer.
+
+The order within a step: begin() packs (and, where baselines span micro-batches, scores) the trajectories; Megatron's
+schedule calls forward_step() for each micro-batch; finalize() runs after the last backward, reduces the effective sample
+size and sets the learning rate; guard() refuses an update that is not fit to be made; end() returns the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
+from megatron_vcpo.mcore.minibatch import Minibatch, PackingSettings, build_minibatch, needs_scoring_pass
+from megatron_vcpo.mcore.packing import MicroBatch
+from megatron_vcpo.mcore.reductions import agree, from_last_stage, gather_rows, is_last_stage, sum_over
+from megatron_vcpo.mcore.reference import ReferencePolicy
+from megatron_vcpo.objective import (
+    LossInputs,
+    combine_ess_statistics,
+    ess_statistics,
+    load_loss,
+    sequence_log_weights,
+    trajectory_baselines,
+    trajectory_log_energies,
+)
+from megatron_vcpo.objective.segments import segment_sum
+from megatron_vcpo.optim import EssParamScheduler
+from megatron_vcpo.rollout.trajectory import Trajectory
+
+ForwardBackward = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """What a step must know beside the objective's flags."""
+
+    vocab_size: int  # real tokens; columns beyond it only pad
+    temperature: float  # of the rollouts
+    max_response_length: int
+    packing: PackingSettings
+    sequence_length: int  # passed to Megatron's schedule; with variable lengths only a label
+    fp16: bool = False  # Megatron's scaler then judges non-finite gradients
+
+
+@dataclass(slots=True)
+class _Accumulated:
+    """What the last pipeline stage gathers over the micro-batches of one step."""
+
+    log_weights: list[Tensor] = field(default_factory=list)  # [n] fp64 each
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> [2] (sum, count)
+
+    def add_metrics(self, metrics: dict[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            value = value.detach().double()
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+
+
+class PolicyStep:
+    """One optimizer step of VCPO on Megatron-Core's schedules; see the module's docstring for the order of calls."""
+
+    def __init__(
+        self,
+        config: VCPOConfig,
+        settings: StepSettings,
+        *,
+        groups: Any,
+        scheduler: EssParamScheduler,
+        device: torch.device,
+    ) -> None:
+        """Args:
+        config: the objective.
+        settings: layout and sampling facts.
+        groups: Megatron-Core's ProcessGroupCollection with tp, pp, dp and dp_cp.
+        scheduler: takes rho once a step.
+        device: of the micro-batches.
+        """
+        self.config = config
+        self.settings = settings
+        self.groups = groups
+        self.scheduler = scheduler
+        self.device = device
+        self.loss = load_loss(config.loss)
+        self.reference: ReferencePolicy | None = None
+        self.minibatch: Minibatch | None = None
+        self.skip_reason = ""
+        self._accumulated = _Accumulated()
+        self._result: dict[str, float] = {}
+        self._context = OutputContext(
+            vocab_size=settings.vocab_size,
+            temperature=settings.temperature,
+            chunk=config.logit_chunk,
+            tp_group=groups.tp,
+        )
+
+    # ------------------------------------------------------------------ before the forward passes
+
+    def begin(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        model: list[Any],
+        forward_backward: ForwardBackward,
+        lag: float = 0.0,
+    ) -> None:
+        """Prepare a minibatch; collective over all ranks, which must hold the same trajectories in the same order.
+
+        Args:
+            trajectories: the whole minibatch, of all data-parallel ranks.
+            model: Megatron's list of model chunks.
+            forward_backward: Megatron's schedule, for passes that score only.
+            lag: age of the minibatch in optimizer steps.
+        """
+        self.minibatch = build_minibatch(trajectories, self.config, self.settings.packing, self.device)
+        self._lag = lag
+        self.skip_reason = ""
+        if self.config.kl_coefficient > 0.0:
+            self._score_reference(model, forward_backward)
+        if not self.config.baseline.startswith("opob"):
+            self.minibatch.baselines = self._mean_baselines()
+        elif needs_scoring_pass(self.config, self.minibatch.plan):
+            self.minibatch.baselines = self._score_baselines(model, forward_backward)
+        self._accumulated = _Accumulated()  # scoring and evaluation run the same hooks
+        self._result = {}
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of this step, the same on every rank."""
+        return self._current().plan.num_micro_batches
+
+    def data_iterator(self) -> Iterator[MicroBatch]:
+        """A fresh iterator over this rank's micro-batches (one for each model chunk under interleaving)."""
+        return iter(list(self._current().micro_batches))
+
+    def _current(self) -> Minibatch:
+        if self.minibatch is None:
+            raise RuntimeError("PolicyStep.begin(trajectories) must come before the forward passes of a step.")
+        return self.minibatch
+
+    def _mean_baselines(self) -> Tensor:
+        batch = self._current()
+        unused = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=self.device)
+        return trajectory_baselines(
+            rewards=batch.rewards, group_ids=batch.group_ids, log_energies=unused, config=self.config
+        )
+
+    # ------------------------------------------------------------------ forward-only passes
+
+    def score(self, model: list[Any], forward_backward: ForwardBackward) -> list[dict[str, Tensor]]:
+        """Token statistics of this rank's micro-batches under the model as it is; empty off the last stage.
+
+        Returns:
+            One dict {'logprobs', 'energy', 'entropy'} of [T] tensors for each micro-batch.
+        """
+        chunks = [self.data_iterator() for _ in model]
+        with torch.no_grad():
+            return forward_backward(
+                forward_step_func=self.forward_step,
+                data_iterator=chunks if len(chunks) > 1 else chunks[0],
+                model=model,
+                num_microbatches=self.num_micro_batches,
+                seq_length=self.settings.sequence_length,
+                micro_batch_size=1,
+                decoder_seq_length=self.settings.sequence_length,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+
+    def _score_reference(self, model: list[Any], forward_backward: ForwardBackward) -> None:
+        if self.reference is None:
+            raise RuntimeError("--vcpo-kl-coefficient above 0 needs PolicyStep.reference; set it before the first step.")
+        with self.reference.in_place_of(model):
+            outputs = self.score(model, forward_backward)
+        for micro, stats in zip(self._current().micro_batches, outputs):
+            micro.reference_logprobs = stats["logprobs"]
+
+    def _score_baselines(self, model: list[Any], forward_backward: ForwardBackward) -> Tensor:
+        batch = self._current()
+        outputs = self.score(model, forward_backward)
+        columns = torch.zeros(3, batch.num_trajectories, dtype=torch.float64, device=self.device)
+        for micro, stats in zip(batch.micro_batches, outputs):
+            if micro.num_trajectories:
+                index = torch.tensor(micro.indices, device=self.device)
+                columns[0, index] = self._log_weights(micro, stats["logprobs"])
+                energy = stats["energy"] if self.config.energy == "logit" else torch.ones_like(stats["energy"])
+                for row, values in ((1, energy), (2, torch.ones_like(energy))):
+                    columns[row, index] = self._response_sums(micro, values)
+        if is_last_stage(self.groups.pp):
+            sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
+        from_last_stage(columns, self.groups.pp)
+        log_weights, energies, lengths = columns
+        log_energies = trajectory_log_energies(
+            log_weights=log_weights,
+            lengths=lengths,
+            energies=energies,
+            config=self.config,
+            num_trajectories=float(batch.num_trajectories),
+            num_tokens=float(batch.num_response_tokens),
+            max_response_length=self.settings.max_response_length,
+        )
+        return trajectory_baselines(
+            rewards=batch.rewards, group_ids=batch.group_ids, log_energies=log_energies, config=self.config
+        )
+
+    def _response_sums(self, micro: MicroBatch, values: Tensor) -> Tensor:
+        ends = micro.trajectory_ends
+        masked = torch.where(micro.response_mask, values, 0.0)
+        return segment_sum(masked.double(), ends)
+
+    def _log_weights(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
+        return sequence_log_weights(
+            logprobs.detach(), micro.behavior_logprobs, micro.response_mask, micro.trajectory_ends
+        )
+
+    # ------------------------------------------------------------------ Megatron's forward step
+
+    def forward_step(self, data_iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[..., Any]]:
+        """Megatron's forward_step_func: the model's token statistics and the loss function that takes them."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        micro = next(data_iterator)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro.cu_seqlens,
+            cu_seqlens_kv=micro.cu_seqlens,
+            max_seqlen_q=micro.max_seqlen,
+            max_seqlen_kv=micro.max_seqlen,
+        )
+        output = model(
+            micro.tokens,
+            micro.position_ids,
+            None,
+            labels=micro.labels,
+            packed_seq_params=packed,
+            output_processor=output_processor,
+            output_processor_context=self._context,
+        )
+        return output, partial(self._loss, micro)
+
+    def _loss(self, micro: MicroBatch, output: dict[str, Tensor], non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return {name: value.detach().clone() for name, value in output.items()}
+        batch = self._current()
+        index = torch.tensor(micro.indices, dtype=torch.int64, device=self.device)
+        outputs = self.loss(
+            LossInputs(
+                policy_logprobs=output["logprobs"],
+                behavior_logprobs=micro.behavior_logprobs,
+                mask=micro.response_mask,
+                cu_seqlens=micro.trajectory_ends,
+                rewards=batch.rewards[index],
+                group_ids=batch.group_ids[index],
+                advantage_scales=batch.advantage_scales[index],
+                num_trajectories=float(batch.num_trajectories),
+                num_tokens=float(max(batch.num_response_tokens, 1)),
+                max_response_length=self.settings.max_response_length,
+                config=self.config,
+                token_energies=output["energy"],
+                baselines=None if batch.baselines is None else batch.baselines[index],
+                reference_logprobs=micro.reference_logprobs,
+                entropy=output["entropy"],
+            )
+        )
+        self._accumulated.add_metrics(outputs.metrics)
+        if micro.num_trajectories:
+            self._accumulated.log_weights.append(self._log_weights(micro, output["logprobs"]))
+        # Megatron divides the gradients by the sum of the counts returned here, and scales the MoE auxiliary losses
+        # by the rows that passed the router: so the rows are what is returned, and the loss makes up for it.
+        rows = torch.tensor(micro.tokens.size(1), dtype=torch.int, device=self.device)
+        # The schedule scales its loss in place: what is logged must be a copy.
+        logged = torch.stack([outputs.loss.detach().clone(), outputs.loss.new_ones(())])
+        return outputs.loss * float(batch.num_rows), rows, {"vcpo loss": logged}
+
+    # ------------------------------------------------------------------ after the backward passes
+
+    def finalize(self, model: list[Any]) -> None:
+        """Reduce the step's statistics, set its learning rate and decide whether it may be taken; on all ranks."""
+        batch = self._current()
+        statistics, metrics = self._reduce()
+        rho = float(combine_ess_statistics(statistics))
+        usable = int(statistics[:, 3].sum().item())
+        multiplier = self.scheduler.apply(rho, self._lag)
+        if usable == 0:
+            self.skip_reason = "no trajectory has a finite importance weight"
+        elif usable < batch.num_trajectories:
+            # The loss was divided by all trajectories; those left out leave the denominator too.
+            factor = torch.tensor(batch.num_trajectories / usable, device=self.device)
+            for chunk in model:
+                chunk.scale_gradients(factor)
+        broken = not self.settings.fp16 and not _gradients_finite(model)
+        if agree(multiplier, broken, what="The learning-rate multiplier", device=self.device) and not self.skip_reason:
+            self.skip_reason = "a gradient is not finite"
+        self._result = {
+            "rho": rho,
+            "rho_reference": self.scheduler.reference,
+            "lr_multiplier": multiplier,
+            "lr": max((float(group["lr"]) for group in self.scheduler.optimizer.param_groups), default=math.nan),
+            "nonfinite_trajectories": float(batch.num_trajectories - usable),
+            **metrics,
+        }
+
+    def _reduce(self) -> tuple[Tensor, dict[str, float]]:
+        """ESS statistics [dp, 4] and mean metrics, equal on every rank: one gather and one broadcast."""
+        names, row = self._local_row()
+        if is_last_stage(self.groups.pp):
+            rows = gather_rows(row, self.groups.dp)
+        else:
+            rows = torch.empty(max(1, self.settings.packing.dp_size), len(row), dtype=torch.float64, device=self.device)
+        from_last_stage(rows, self.groups.pp)
+        sums = rows[:, 4:].sum(0).tolist()
+        metrics = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1] > 0.0}
+        return rows[:, :4], metrics
+
+    def _local_row(self) -> tuple[list[str], Tensor]:
+        # Stages before the last have no metrics of their own and must still know the row's width: the names of the
+        # loss's metrics travel once, when they are first seen.
+        names = sorted(self._accumulated.metrics)
+        names = self._share_names(names)
+        row = torch.zeros(4 + 2 * len(names), dtype=torch.float64, device=self.device)
+        row[0] = -math.inf
+        if self._accumulated.log_weights:
+            row[:4] = ess_statistics(torch.cat(self._accumulated.log_weights))
+        for i, name in enumerate(names):
+            if name in self._accumulated.metrics:
+                row[4 + 2 * i : 6 + 2 * i] = self._accumulated.metrics[name]
+        return names, row
+
+    def _share_names(self, names: list[str]) -> list[str]:
+        known: list[str] | None = getattr(self, "_metric_names", None)
+        if known is None:
+            from megatron_vcpo.mcore.reductions import group_size
+
+            if group_size(self.groups.pp) > 1:
+                source = torch.distributed.get_process_group_ranks(self.groups.pp)[-1]
+                holder: list[Any] = [names]
+                torch.distributed.broadcast_object_list(holder, source, group=self.groups.pp)
+                names = holder[0]
+            self._metric_names = names
+            return names
+        if is_last_stage(self.groups.pp) and names != known:
+            raise RuntimeError(
+                f"The loss {self.config.loss} returned other metrics than in the first step "
+                f"({sorted(set(names) ^ set(known))}); a loss must return the same keys in every micro-batch."
+            )
+        return known
+
+    def guard(self, optimizer_step: Callable[[], tuple[bool, Any, Any]]) -> tuple[bool, Any, Any]:
+        """Stand in for optimizer.step(): take the step unless finalize() found a reason not to."""
+        if self.skip_reason:
+            return False, None, None
+        return optimizer_step()
+
+    def end(self, *, success: bool, grad_norm: float | None) -> dict[str, float]:
+        """Finish the step and return its metrics; the scheduler goes back to its base learning rate."""
+        self.scheduler.restore()
+        batch = self._current()
+        result = {
+            **self._result,
+            "grad_norm": math.nan if grad_norm is None else float(grad_norm),
+            "skipped": 0.0 if success else 1.0,
+            "n_trajectories": float(batch.num_trajectories),
+            "n_micro_batches": float(batch.plan.num_micro_batches),
+            "packing_efficiency": batch.num_real_tokens / max(1, batch.num_rows),
+        }
+        self.minibatch = None
+        return result
+
+
+def _gradients_finite(model: list[Any]) -> bool:
+    """Whether every gradient buffer of this rank is finite; one read of the buffers, no copy."""
+    for chunk in model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            low, high = buffer.grad_data.aminmax() if buffer.grad_data.numel() else (torch.zeros(()), torch.zeros(()))
+            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+                return False
+    return True

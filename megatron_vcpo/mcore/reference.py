@@ -1,0 +1,54 @@
+"""The frozen reference of the KL penalty: the policy's weights at iteration 0, kept on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class ReferencePolicy:
+    """A copy of this rank's parameters that can stand in for the current ones during a forward-only pass."""
+
+    def __init__(self, model_chunks: Sequence[nn.Module]) -> None:
+        """Copy the parameters of the chunks as they are now."""
+        self.weights: list[dict[str, Tensor]] = [
+            {name: p.detach().to("cpu", copy=True) for name, p in chunk.named_parameters()} for chunk in model_chunks
+        ]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat copy for a checkpoint of this rank."""
+        return {f"{i}.{name}": value for i, chunk in enumerate(self.weights) for name, value in chunk.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Replace the copy.
+
+        Raises:
+            ValueError: names or shapes differ from the model's.
+        """
+        own = self.state_dict()
+        wrong = sorted(set(own) ^ set(state)) + [n for n in own if n in state and own[n].shape != state[n].shape]
+        if wrong:
+            raise ValueError(f"The saved KL reference does not fit the model; names that differ: {', '.join(wrong[:5])}.")
+        for i, chunk in enumerate(self.weights):
+            for name in chunk:
+                chunk[name].copy_(state[f"{i}.{name}"])
+
+    @contextlib.contextmanager
+    def in_place_of(self, model_chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Run the body with the reference's weights in the model, then put the current ones back, bit for bit."""
+        current = ReferencePolicy(model_chunks).weights
+        try:
+            self._write(model_chunks, self.weights)
+            yield
+        finally:
+            self._write(model_chunks, current)
+
+    @staticmethod
+    def _write(model_chunks: Sequence[nn.Module], weights: list[dict[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for chunk, values in zip(model_chunks, weights):
+                for name, parameter in chunk.named_parameters():
+                    parameter.copy_(values[name])

@@ -1,0 +1,100 @@
+"""The packing plan as a pure function, and the tensors built from it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vcpo.mcore.packing import PackingError, build_micro_batch, plan_micro_batches
+from megatron_vcpo.rollout.trajectory import Trajectory
+
+
+def make_trajectory(prompt, response, *, group=0, index=0, mask=None):
+    length = len(response)
+    return Trajectory(
+        prompt_ids=np.array(prompt, np.int32),
+        response_ids=np.array(response, np.int32),
+        behavior_logprobs=-np.arange(1, length + 1, dtype=np.float32),
+        versions=np.zeros(length, np.int32),
+        response_mask=np.ones(length, bool) if mask is None else np.array(mask, bool),
+        reward=1.0,
+        group_id=group,
+        index=index,
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=0, max_size=60),
+    dp_size=st.integers(1, 5),
+    multiple=st.integers(1, 3),
+    group_size=st.integers(1, 6),
+    prefer=st.booleans(),
+)
+def test_every_trajectory_is_packed_once_within_budget_on_equally_many_micro_batches(
+    lengths, dp_size, multiple, group_size, prefer
+):
+    groups = [i // group_size for i in range(len(lengths))]
+    plan = plan_micro_batches(lengths, groups, budget=100, dp_size=dp_size, multiple=multiple, prefer_groups=prefer)
+    packed = sorted(i for rank in plan.bins for bin_ in rank for i in bin_)
+    assert packed == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in bin_) <= 100 for rank in plan.bins for bin_ in rank)
+    assert len({len(rank) for rank in plan.bins}) == 1
+    assert plan.num_micro_batches % multiple == 0
+    if plan.groups_together:
+        home = {}
+        for r, rank in enumerate(plan.bins):
+            for b, bin_ in enumerate(rank):
+                for i in bin_:
+                    assert home.setdefault(groups[i], (r, b)) == (r, b)
+
+
+def test_groups_are_split_only_when_one_does_not_fit():
+    fits = plan_micro_batches([30, 30, 30, 30], [0, 0, 1, 1], budget=60, dp_size=1)
+    assert fits.groups_together
+    split = plan_micro_batches([30, 31, 30, 30], [0, 0, 1, 1], budget=60, dp_size=1)
+    assert not split.groups_together
+
+
+def test_a_trajectory_over_the_budget_is_refused_by_name():
+    with pytest.raises(PackingError, match=r"trajectory 1 has 61 tokens.*--vcpo-tokens-per-micro-batch"):
+        plan_micro_batches([10, 61], [0, 0], budget=60, dp_size=1)
+
+
+def test_packing_wastes_little_and_balances_ranks_on_realistic_lengths():
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.5, 0.8, 512), 20, 2048).astype(int).tolist()
+    plan = plan_micro_batches(lengths, list(range(512)), budget=4096, dp_size=4)
+    loads = [sum(lengths[i] for bin_ in rank for i in bin_) for rank in plan.bins]
+    assert max(loads) / (sum(loads) / len(loads)) < 1.02
+    full = 4096 * 4 * plan.num_micro_batches
+    assert sum(lengths) / full > 0.90
+
+
+def test_labels_masks_and_logprobs_line_up_by_hand():
+    first = make_trajectory([10, 11], [12, 13, 14], mask=[True, False, True])
+    second = make_trajectory([20], [21])
+    micro = build_micro_batch([first, second], (0, 1), multiple=4, device=torch.device("cpu"))
+    assert micro.tokens.tolist() == [[10, 11, 12, 13, 14, 20, 21, 0]]
+    assert micro.labels.tolist() == [[11, 12, 13, 14, 0, 21, 0, 0]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0]]
+    assert micro.cu_seqlens.tolist() == [0, 5, 7, 8]
+    assert micro.trajectory_ends.tolist() == [0, 5, 7]
+    assert micro.response_mask.tolist() == [False, True, False, True, False, True, False, False]
+    assert micro.behavior_logprobs.tolist() == [0.0, -1.0, -2.0, -3.0, 0.0, -1.0, 0.0, 0.0]
+
+
+def test_an_empty_response_is_packed_with_nothing_to_learn():
+    micro = build_micro_batch([make_trajectory([1, 2], [])], (0,), multiple=1, device=torch.device("cpu"))
+    assert micro.tokens.tolist() == [[1, 2]]
+    assert not micro.response_mask.any()
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+def test_a_filler_holds_no_trajectory_and_divides_evenly(multiple):
+    filler = build_micro_batch([], (), multiple=multiple, device=torch.device("cpu"))
+    assert filler.num_trajectories == 0
+    assert filler.tokens.size(1) % multiple == 0
+    assert filler.tokens.size(1) >= 1
+    assert filler.trajectory_ends.tolist() == [0]
