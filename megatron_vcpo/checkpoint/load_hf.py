@@ -1,0 +1,108 @@
+"""Load a Hugging Face checkpoint into a Megatron model: each rank reads its own part, by the table that sync/ uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
+from megatron_vcpo.sync.agreement import raise_together
+from megatron_vcpo.sync.match import match_model
+from megatron_vcpo.sync.naming import Family, Layout, ModelShape, ParameterSpec, import_shard
+from megatron_vcpo.sync.naming.families import EMBEDDING, OUTPUT_LAYER
+
+# Old checkpoints store this buffer, which follows from the configuration.
+_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+_EMBED_TOKENS, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load_hf_checkpoint(
+    model_chunks: Sequence[torch.nn.Module],
+    family: Family,
+    shape: ModelShape,
+    folder: str | Path,
+    groups: Any | None = None,
+) -> int:
+    """Copy a checkpoint into the parameters, in place, converted to their type; returns the parameters filled here.
+
+    Call it on every rank, before the optimizer copies its main parameters. Rows past the checkpoint's vocabulary
+    become zero. Nothing is written unless every name and shape agrees.
+
+    Args:
+        model_chunks: this rank's GPTModels, wrapped or not; one for each virtual pipeline stage.
+        family: the table of names.
+        shape: sizes of the whole model.
+        folder: config.json's folder, with model.safetensors or a sharded index.
+        groups: process groups `tp`, `pp`, `ep`, `expt_tp` (ProcessGroupCollection); None for a single process.
+
+    Raises:
+        CheckpointError: on every rank; unreadable, missing or unknown names, other shapes, values that are not finite.
+    """
+    specs = family.parameters(shape)
+    match = match_model(model_chunks, specs, shape, groups)
+    raise_together(match.error(CheckpointError))
+    failure: Exception | None = None
+    try:
+        source = SafetensorsFolder(folder)
+        _check_names(source, specs, shape)
+        _fill(match.local, {spec.name: spec for spec in specs}, shape, source, Layout.of(groups))
+    except CheckpointError as error:
+        failure = error
+    raise_together(failure)
+    return len(match.local)
+
+
+def _check_names(source: SafetensorsFolder, specs: Sequence[ParameterSpec], shape: ModelShape) -> None:
+    """Every tensor of the table is in the checkpoint with its shape, and nothing else is."""
+    expected = dict(pair for spec in specs for pair in spec.hf)
+    names = {name for name in source.names() if not _IGNORED.search(name)}
+    if shape.tied_embeddings and _LM_HEAD in names:
+        _check_tied(source)
+        names.discard(_LM_HEAD)
+    problems = []
+    if missing := [name for name in expected if name not in names]:
+        problems.append(f"it lacks {', '.join(missing)}")
+    if unknown := sorted(names - set(expected)):
+        problems.append(f"it also holds {', '.join(unknown)}")
+    for name in sorted(names & set(expected)):
+        if source.shape(name) != expected[name]:
+            problems.append(f"{name} is {source.shape(name)}, the model needs {expected[name]}")
+        if not source.is_float(name):
+            problems.append(f"{name} is not stored as floating point (a quantized checkpoint?)")
+    if problems:
+        raise CheckpointError(f"{source.folder} is not a checkpoint of this model: {'; '.join(problems)}.")
+
+
+def _check_tied(source: SafetensorsFolder) -> None:
+    """Some checkpoints of tied models store the output layer all the same; then it has to be the embedding."""
+    same_shape = source.shape(_LM_HEAD) == source.shape(_EMBED_TOKENS)
+    if not same_shape or not torch.equal(source.slice(_LM_HEAD)[:], source.slice(_EMBED_TOKENS)[:]):
+        raise CheckpointError(
+            f"{source.folder} holds an {_LM_HEAD} that is not its embedding, but the model ties the two; "
+            "add --untie-embeddings-and-output-weights."
+        )
+
+
+@torch.no_grad()
+def _fill(
+    local: dict[str, torch.nn.Parameter],
+    specs: dict[str, ParameterSpec],
+    shape: ModelShape,
+    source: SafetensorsFolder,
+    layout: Layout,
+) -> None:
+    for name, parameter in local.items():
+        # the last stage's copy of tied embeddings is filled from what it is a copy of
+        spec = specs[EMBEDDING if name == OUTPUT_LAYER and shape.tied_embeddings else name]
+        shard = import_shard(spec, shape, source.slice, *layout.tp_of(spec))
+        parameter.copy_(shard)
+        if not bool(torch.isfinite(parameter).all()):
+            raise CheckpointError(
+                f"{name}, loaded as {parameter.dtype} from {', '.join(n for n, _ in spec.hf)} of {source.folder}, "
+                "holds values that are not finite: the file is damaged or its values exceed that type; try --bf16."
+            )

@@ -1,0 +1,5 @@
+"""What sync/ raises."""
+
+
+class SyncError(RuntimeError):
+    """Weights could not be published, or the engine does not compute what the trainer does; the message says which."""

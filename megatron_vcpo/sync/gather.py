@@ -1,0 +1,125 @@
+"""WeightGatherer: the whole model as a stream of Hugging Face tensors, on every model-parallel rank.
+
+    match (names, shapes, who owns what)  ->  plan (buckets)  ->  stream (collectives, one bucket at a time)
+
+The plan is made once and needs one small exchange; a stream holds one bucket and one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vcpo.sync.agreement import raise_together
+from megatron_vcpo.sync.buckets import Bucket, plan_buckets
+from megatron_vcpo.sync.errors import SyncError
+from megatron_vcpo.sync.match import match_model
+from megatron_vcpo.sync.naming import (
+    Family,
+    Layout,
+    ModelShape,
+    export_tensors,
+    shard_shape,
+)
+
+
+class WeightGatherer:
+    """Streams (Hugging Face name, full tensor) of a Megatron model in one order, the same on every rank.
+
+    Args:
+        model_chunks: this rank's GPTModels (one for each virtual pipeline stage), wrapped or not.
+        family: the table of names.
+        shape: sizes of the whole model.
+        groups: object with process groups `tp`, `pp`, `ep` and `expt_tp` (Megatron's ProcessGroupCollection); None
+            for a single process.
+        dtype: type of the tensors that come out; converted before they travel.
+        bucket_bytes: most bytes that travel together; a larger parameter travels alone.
+
+    Raises:
+        SyncError: on every rank, where model and table disagree; all names are listed.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        family: Family,
+        shape: ModelShape,
+        groups: Any | None = None,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int = 64 << 20,
+    ) -> None:
+        self._shape = shape
+        self._groups = groups
+        self._layout = Layout.of(groups)
+        self._dtype = dtype
+        self._specs = family.parameters(shape)
+        match = match_model(model_chunks, self._specs, shape, groups)
+        raise_together(match.error(SyncError))
+        self._local = match.local
+        self.device = next(iter(self._local.values())).device
+        self.buckets = plan_buckets(
+            self._specs, match.stage_of, shape, self._layout, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Every Hugging Face name, in the order of the stream."""
+        return [name for spec in self._specs for name, _ in spec.hf]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one stream."""
+        return sum(math.prod(size) for spec in self._specs for _, size in spec.hf) * self._dtype.itemsize
+
+    @torch.no_grad()
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor once. A collective on all ranks: each must consume it to the end.
+
+        A tensor may be a view of a parameter or of a buffer that the next step reuses: copy it to keep it.
+        """
+        for bucket in self.buckets:
+            yield from self._export(bucket)
+
+    def _export(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._layout.is_single:
+            for spec in bucket.specs:
+                shards = self._local[spec.name].detach().to(self._dtype).unsqueeze(0)
+                yield from export_tensors(spec, self._shape, shards)
+            return
+        shards = self._gather(bucket)
+        start = 0
+        for spec in bucket.specs:
+            size = shard_shape(spec, self._shape, bucket.tp_size)
+            stop = start + math.prod(size)
+            yield from export_tensors(spec, self._shape, shards[:, start:stop].unflatten(1, size))
+            start = stop
+
+    def _gather(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's shards from all tensor-parallel ranks, `[tp, shard_numel]`."""
+        layout, groups = self._layout, self._groups
+        assert groups is not None
+        on_stage = layout.pp_rank == bucket.stage
+        if on_stage and bucket.expert_rank in (None, layout.ep_rank):
+            flat = self._pack(bucket)
+        else:
+            flat = torch.empty(bucket.shard_numel, dtype=self._dtype, device=self.device)
+        # the shard travels first and is gathered last, where the links are fastest
+        if on_stage and bucket.expert_rank is not None and layout.ep_size > 1:
+            dist.broadcast(flat, group=groups.ep, group_src=bucket.expert_rank)
+        if layout.pp_size > 1:
+            dist.broadcast(flat, group=groups.pp, group_src=bucket.stage)
+        if bucket.tp_size == 1:
+            return flat.unsqueeze(0)
+        gathered = torch.empty(bucket.tp_size * bucket.shard_numel, dtype=self._dtype, device=self.device)
+        dist.all_gather_into_tensor(gathered, flat, group=groups.tp if bucket.expert_rank is None else groups.expt_tp)
+        return gathered.view(bucket.tp_size, bucket.shard_numel)
+
+    def _pack(self, bucket: Bucket) -> torch.Tensor:
+        """This rank's shards of the bucket, flat; a single parameter of the right type is not copied."""
+        parts = [self._local[spec.name].detach().to(self._dtype).flatten() for spec in bucket.specs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,101 @@
+"""ModelShape: the sizes that turn a family's table into concrete names and shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class NamingError(ValueError):
+    """A model that a family's table cannot describe; the message names the setting to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of the whole model, whatever its layout over ranks."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int  # rows of the Hugging Face embedding
+    padded_vocab_size: int  # rows of Megatron's, over all tensor-parallel ranks
+    tied_embeddings: bool
+    num_experts: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_layers: tuple[bool, ...] = ()  # [num_layers] which layers hold experts; empty: none
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_query_groups:
+            raise NamingError(
+                f"{self.num_heads} attention heads do not divide into {self.num_query_groups} query groups; "
+                "change --num-attention-heads or --num-query-groups."
+            )
+        if not 0 < self.vocab_size <= self.padded_vocab_size:
+            raise NamingError(
+                f"A vocabulary of {self.vocab_size} does not fit Megatron's padded one of {self.padded_vocab_size}; "
+                "set --vocab-size to the checkpoint's vocab_size."
+            )
+        if self.moe_layers and len(self.moe_layers) != self.num_layers:
+            raise NamingError(f"moe_layers names {len(self.moe_layers)} layers of {self.num_layers}.")
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dimension names that a table's shapes are written in."""
+        return {
+            "hidden": self.hidden_size,
+            "query": self.num_heads * self.head_dim,
+            "kv": self.num_query_groups * self.head_dim,
+            "head": self.head_dim,
+            "ffn": self.ffn_hidden_size,
+            "vocab": self.vocab_size,
+            "experts": self.num_experts,
+            "moe_ffn": self.moe_ffn_hidden_size,
+        }
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, holds experts."""
+        return bool(self.moe_layers) and self.moe_layers[layer]
+
+    @classmethod
+    def from_megatron(
+        cls, config: Any, *, vocab_size: int, padded_vocab_size: int, tied_embeddings: bool
+    ) -> ModelShape:
+        """Read the sizes from a TransformerConfig and the three facts that it does not hold.
+
+        Raises NamingError for a setting that stores weights in an order no table here describes.
+        """
+        for field, flag in (
+            ("moe_mlp_glu_interleave_size", "--moe-mlp-glu-interleave-size"),
+            ("attention_output_gate", "--attention-output-gate"),
+            ("multi_latent_attention", "--multi-latent-attention"),
+            ("mtp_num_layers", "--mtp-num-layers"),
+        ):
+            if getattr(config, field, None):
+                raise NamingError(f"{flag} changes how weights are stored and is not supported; leave it unset.")
+        experts = config.num_moe_experts or 0
+        return cls(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_query_groups=config.num_query_groups or config.num_attention_heads,
+            head_dim=config.kv_channels,
+            ffn_hidden_size=config.ffn_hidden_size,
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_vocab_size,
+            tied_embeddings=tied_embeddings,
+            num_experts=experts,
+            moe_ffn_hidden_size=(config.moe_ffn_hidden_size or config.ffn_hidden_size) if experts else 0,
+            moe_layers=_moe_layers(config.moe_layer_freq, config.num_layers) if experts else (),
+        )
+
+
+def _moe_layers(frequency: int | list[int], num_layers: int) -> tuple[bool, ...]:
+    """Megatron's --moe-layer-freq: every n-th layer from the first, or one 0/1 for each layer."""
+    if isinstance(frequency, int):
+        return tuple(layer % frequency == 0 for layer in range(num_layers))
+    if len(frequency) != num_layers:
+        raise NamingError(f"--moe-layer-freq lists {len(frequency)} layers, --num-layers is {num_layers}.")
+    return tuple(bool(flag) for flag in frequency)
