@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.oracle.tiny_models import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
 from megatron_vcpo.sync.gather import WeightGatherer
 from megatron_vcpo.sync.naming import ModelShape, family_by_name
+from tests.oracle.tiny_models import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 
 def build(name: str, *, tied: bool, rope: dict[str, Any] | None = None, **changes: Any) -> tuple[list[Any], ModelShape]:
@@ -47,20 +47,21 @@ def test_a_checkpoint_computes_the_same_in_megatron_and_comes_back_bit_for_bit(
     gatherer = WeightGatherer(chunks, family_by_name(name), shape, megatron_groups, dtype=torch.float32)
     streamed = {key: tensor.clone() for key, tensor in gatherer.stream()}
     saved = load_file(tmp_path / "model.safetensors")
-    assert streamed.keys() == saved.keys() and list(streamed) == gatherer.names
+    assert streamed.keys() == saved.keys()
+    assert list(streamed) == gatherer.names
     assert all(torch.equal(streamed[key], saved[key]) for key in saved)
     assert gatherer.nbytes == sum(tensor.nbytes for tensor in saved.values())
 
 
 def test_llama_3_rope_scaling_computes_the_same(tmp_path: Path, megatron_groups: Any) -> None:
-    scaling = dict(
-        rope_type="llama3",
-        factor=4.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-        rope_theta=5000.0,
-    )
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 5000.0,
+    }
     hf = save_hf_model(tmp_path, "llama", tied=False, max_position_embeddings=16384, rope_parameters=scaling)
     chunks, shape = build("llama", tied=False, rope={"rope_scaling": True, "rope_scaling_factor": 4.0})
     load_hf_checkpoint(chunks, family_by_name("llama"), shape, tmp_path, megatron_groups)
