@@ -1,0 +1,95 @@
+"""logit_probe: does the engine compute what the trainer computes?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_vcpo.rollout.engine import RolloutEngine
+from megatron_vcpo.rollout.trajectory import Float32Array
+from megatron_vcpo.sync.errors import SyncError
+
+ScoreFunction = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Float32Array]]
+
+DEFAULT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""Largest mean absolute difference, in nats, that different kernels of one type explain."""
+
+_FAR = 0.5  # mean difference in nats above which rounding is no explanation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """Absolute differences of log-probs, in nats."""
+
+    mean: float
+    max: float
+    tokens: int
+
+
+def logit_probe(
+    engine: RolloutEngine,
+    score_fn: ScoreFunction,
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    tolerance: float | None = None,
+) -> ProbeResult:
+    """Compare the engine's log-probs with the trainer's on the same tokens, at temperature 1.
+
+    Args:
+        engine: serves the weights that were just published.
+        score_fn: the trainer's `score`: (sequences, prompt_lengths) -> one array [len - prompt_length] each.
+        sequences: token ids, prompt and response.
+        prompt_lengths: tokens of each sequence that are not scored.
+        dtype: the engine's type, which decides the default tolerance.
+        tolerance: largest allowed mean absolute difference, in nats.
+
+    Raises:
+        SyncError: the mean is above the tolerance or anything is not finite. The message holds both figures.
+    """
+    theirs = engine.score(sequences, prompt_lengths)
+    ours = score_fn(sequences, prompt_lengths)
+    return compare_logprobs(ours, theirs, dtype=dtype, tolerance=tolerance, version=engine.version)
+
+
+def compare_logprobs(
+    trainer: Sequence[Float32Array],
+    engine: Sequence[Float32Array],
+    *,
+    dtype: torch.dtype,
+    tolerance: float | None = None,
+    version: int | None = None,
+) -> ProbeResult:
+    """The comparison of `logit_probe` on arrays [L_i] that are already there."""
+    lengths = ([len(x) for x in trainer], [len(x) for x in engine])
+    if lengths[0] != lengths[1] or not sum(lengths[0]):
+        raise SyncError(f"Trainer and engine scored different tokens, or none: {lengths[0]} against {lengths[1]}.")
+    limit = DEFAULT_TOLERANCE[dtype] if tolerance is None else tolerance
+    difference = np.abs(np.concatenate(list(trainer)).astype(np.float64) - np.concatenate(list(engine)))
+    result = ProbeResult(mean=float(difference.mean()), max=float(difference.max()), tokens=difference.size)
+    # written so that NaN fails
+    if not result.mean <= limit:
+        raise SyncError(
+            f"After publishing version {version} the engine's log-probs differ from the trainer's by "
+            f"{result.mean:.3g} nats on average and {result.max:.3g} at most over {result.tokens} tokens "
+            f"(tolerance {limit:g}). {_reason(result)}"
+        )
+    return result
+
+
+def _reason(result: ProbeResult) -> str:
+    if not np.isfinite(result.mean):
+        return "A log-prob is not finite: look at the weights, and at the type's range (--rollout-engine-dtype)."
+    if result.mean > _FAR:
+        return (
+            "That is another model: weights that did not arrive, or settings that config.json and Megatron's flags do "
+            "not share (rope base, tied embeddings, norm epsilon, query groups)."
+        )
+    return (
+        "Rounding may explain it: compare in --rollout-engine-dtype float32, or raise --sync-verify-tolerance; "
+        "with experts, routing flips in bfloat16."
+    )
