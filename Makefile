@@ -1,0 +1,39 @@
+# Every target that needs the environment makes it first (tools/bootstrap.sh; under two seconds when it exists).
+# The project is run from this folder and not installed: the environment is shared between checkouts.
+PYTHON ?=
+ARGS ?=
+BOOTSTRAP = tools/bootstrap.sh $(if $(PYTHON),--python '$(PYTHON)')
+RUN = PYTHONPATH='$(CURDIR)' .venv/bin/python
+BENCHMARKS = $(sort $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmarks/[a-z]*.py)))
+
+.PHONY: help setup demo test lint bench clean
+
+help:
+	@echo 'make demo     set up, then watch a small model learn with stale rollouts (minutes, no GPU needed)'
+	@echo 'make test     set up, then run the tests; ARGS="-k name" selects'
+	@echo 'make setup    only set up: .venv becomes a link to the pinned environment in the cache folder'
+	@echo 'make lint     ruff and mypy'
+	@echo 'make bench    the measurements in benchmarks/'
+	@echo 'make clean    remove runs and tool caches from this folder (environments stay in ~/.cache/megatron_vcpo)'
+	@echo 'PYTHON=/path/to/python3.12 names the interpreter to set up with; otherwise it is searched for'
+
+setup:
+	@$(BOOTSTRAP)
+
+demo: setup
+	@bash examples/llama/demo.sh $(ARGS)
+
+test: setup
+	@$(RUN) -m pytest $(ARGS)
+
+lint: setup
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+bench: setup
+	@set -e; for module in $(BENCHMARKS); do echo "== $$module"; $(RUN) -m $$module; done
+
+clean:
+	rm -rf runs wandb build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
