@@ -1,0 +1,206 @@
+"""New weights for a running in-process vLLM engine, through the one update path of vLLM that is right.
+
+`worker.reload_weights(weights_iterator=...)` puts each layer back into checkpoint layout, loads, processes it as at the
+first load and copies the result into the storage the kernels (and CUDA graphs) know. `model.load_weights` alone is
+silently wrong on layers whose layout changes after loading. vLLM streams: peak extra memory is one layer's tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_vcpo.rollout.engine import EngineError
+from patches import vllm_cpu_moe_reload, vllm_cpu_tied_head
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class WeightLoader:
+    """Loads complete sets of weights into the model of one engine, and keeps the books on them.
+
+    The first set proves that every parameter is written: the old values are overwritten with NaN beforehand, vLLM's
+    count of loaded elements is read when the last tensor has been taken, and no NaN may be left. Later sets must hold
+    the same names.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._names: frozenset[str] | None = None  # of the first complete set
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights. Raises EngineError naming the tensor; the engine can take another set afterwards."""
+        first = self._names is None
+        incomplete: list[str] = []
+        feed = _Feed(weights, refuse_nan=first, at_end=lambda: incomplete.extend(self._on_model(_not_loaded)))
+        if first:
+            self._on_model(_fill_with_nan)
+        try:
+            self._on_model(_before_reload)
+            with _uninitialized_memory_is_nan(first):
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(feed)})
+            self._on_model(_after_reload)
+        except Exception as error:
+            self._on_model(_abandon_reload)
+            if feed.producer_failed:
+                reason = "the trainer could not produce the next one"
+            else:
+                feed.drain()  # other ranks may be in the producer's collectives: leave none unmatched
+                reason = "vLLM could not load it"
+            where = feed.last or "(none yet)"
+            raise EngineError(
+                f"A weight update failed at tensor {where}: {reason}: {type(error).__name__}: {error}"
+            ) from error
+        if not feed.exhausted:
+            feed.drain()
+            raise EngineError(f"A weight update failed: vLLM stopped reading after tensor {feed.last}.")
+        if first:
+            incomplete.extend(name for name in self._on_model(_parameters_with_nan) if name not in incomplete)
+        self._check_complete(frozenset(feed.names), incomplete)
+
+    def _check_complete(self, names: frozenset[str], incomplete: list[str]) -> None:
+        if incomplete:
+            raise EngineError(
+                f"After a weight update these engine parameters were not written, or not in full: {_some(incomplete)}; "
+                "the trainer must send every tensor of the checkpoint."
+            )
+        if self._names is None:
+            self._names = names
+        if names != self._names:
+            missing, extra = sorted(self._names - names), sorted(names - self._names)
+            raise EngineError(
+                f"A weight update differs from the first: missing {_some(missing)}; not expected {_some(extra)}."
+            )
+
+    def _on_model(self, function: Callable[[torch.nn.Module, Any], Any]) -> Any:
+        return self._llm.collective_rpc(_call_on_model, args=(function,))[0]
+
+
+class _Feed:
+    """The producer's tensors, copied one by one, with a note of how far they got.
+
+    A copy is needed: vLLM keeps a fused layer's parts (q, k, v) until the last has come, and the producer may reuse a
+    tensor's memory as soon as the next one is asked for.
+    """
+
+    def __init__(
+        self, weights: Iterator[tuple[str, torch.Tensor]], *, refuse_nan: bool, at_end: Callable[[], None]
+    ) -> None:
+        self._weights = weights
+        self._refuse_nan = refuse_nan
+        self._at_end = at_end
+        self.names: set[str] = set()
+        self.last: str | None = None
+        self.exhausted = False
+        self.producer_failed = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while (item := self._next()) is not None:
+            name, tensor = item
+            self.last = name
+            if name in self.names:
+                raise ValueError("it came twice")
+            self.names.add(name)
+            if self._refuse_nan and tensor.dtype in _FLOATS and bool(torch.isnan(tensor).any()):
+                raise ValueError("it holds NaN")
+            yield name, tensor.detach().clone()
+        self._at_end()
+
+    def _next(self) -> tuple[str, torch.Tensor] | None:
+        try:
+            return next(self._weights)
+        except StopIteration:
+            self.exhausted = True
+            return None
+        except BaseException:
+            self.producer_failed = True
+            raise
+
+    def drain(self) -> None:
+        """Ask the producer for the rest and let it go."""
+        for _ in self._weights:
+            pass
+
+
+def _call_on_model(worker: Any, function: Callable[[torch.nn.Module, Any], Any]) -> Any:
+    return function(worker.model_runner.get_model(), worker.model_runner.model_config)
+
+
+@contextlib.contextmanager
+def _uninitialized_memory_is_nan(enabled: bool) -> Iterator[None]:
+    """vLLM loads into fresh memory; where it is NaN, an element that was never written is seen."""
+    mode = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    if enabled:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def _fill_with_nan(model: torch.nn.Module, config: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.dtype in _FLOATS:
+            parameter.data.fill_(torch.nan)
+
+
+def _parameters_with_nan(model: torch.nn.Module, config: Any) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.dtype in _FLOATS and bool(torch.isnan(p.data).any())]
+
+
+def _not_loaded(model: torch.nn.Module, config: Any) -> list[str]:
+    """Parameters still waiting for elements once all tensors have been taken, by vLLM's own count.
+
+    Needed beside the search for NaN: CPU kernels keep linear weights packed out of sight, and a layer that got nothing
+    silently goes on with its old ones.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    waiting: list[tuple[str, set[int]]] = []
+    loaded: set[int] = set()
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        kernel = info.kernel_tensors[0] if info.kernel_tensors else {}
+        storages = {parameter.data_ptr() for parameter in kernel.values()}
+        # The rows that pad the vocabulary are written by the loader but not counted.
+        padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
+        if not kernel or not info.can_load() or padded:
+            loaded |= {p.data_ptr() for p in layer.parameters(recurse=False) if not p.is_meta} | storages
+        elif info.load_numel < info.load_numel_total:
+            waiting.append((name, storages))
+    # An output layer tied to the embedding gets no tensor of its own.
+    return [f"{name}.*" for name, storages in waiting if not storages <= loaded - {0}]
+
+
+def _before_reload(model: torch.nn.Module, config: Any) -> None:
+    vllm_cpu_moe_reload.forget_packed_experts(model)
+
+
+def _after_reload(model: torch.nn.Module, config: Any) -> None:
+    vllm_cpu_tied_head.repack_tied_heads(model)
+
+
+def _abandon_reload(model: torch.nn.Module, config: Any) -> None:
+    """Undo a half-done reload: without this the next one would count the parts that came in this one."""
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+    finalize_layerwise_reload(model, config)
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
