@@ -240,7 +240,9 @@ def parse() -> tuple[argparse.Namespace, PluginConfig]:
     try:
         validate_args(args, {})
     except AssertionError as error:
-        raise ConfigError(f"Megatron refuses these flags: {error or 'an assertion without a message failed'}.") from error
+        raise ConfigError(
+            f"Megatron refuses these flags: {error or 'an assertion without a message failed'}."
+        ) from error
     args.variable_seq_lengths = True  # validate_args sets it to False, and there is no flag
     if not config.vcpo.dry_run:
         set_global_variables(args)

@@ -33,7 +33,9 @@ class PackedCoreAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         if config.context_parallel_size > 1:
-            raise ValueError("Context parallelism is not available with --transformer-impl local; use transformer_engine.")
+            raise ValueError(
+                "Context parallelism is not available with --transformer-impl local; use transformer_engine."
+            )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
 
@@ -84,7 +86,9 @@ def padded_batches(cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
         int64 tensors [b, s]; every row index below cu_seqlens[-1] stands in exactly one of them, once.
     """
     ends = cu_seqlens.tolist()
-    spans = sorted(((end - start, start) for start, end in zip(ends, ends[1:], strict=False) if end > start), reverse=True)
+    spans = sorted(
+        ((end - start, start) for start, end in zip(ends, ends[1:], strict=False) if end > start), reverse=True
+    )
     groups: list[list[tuple[int, int]]] = []
     real = 0
     for span in spans:

@@ -16,7 +16,9 @@ def apply() -> None:
     """Replace both collectives by versions that fall back to broadcasts and an all-reduce for unequal shapes."""
     gather, scatter = dist.all_gather, dist.reduce_scatter
 
-    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if async_op or len({output.shape for output in tensor_list}) == 1:
             return gather(tensor_list, tensor, group=group, async_op=async_op)
         group = group or dist.group.WORLD
@@ -28,7 +30,11 @@ def apply() -> None:
         return None
 
     def reduce_scatter(
-        output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
         if async_op or len({chunk.shape for chunk in input_list}) == 1:
             return scatter(output, input_list, op=op, group=group, async_op=async_op)

@@ -125,7 +125,9 @@ class _TokenStatistics(torch.autograd.Function):
         return grad, None, None, None
 
 
-def token_statistics(logits: Tensor, targets: Tensor, shard: VocabShard, *, temperature: float = 1.0) -> TokenStatistics:
+def token_statistics(
+    logits: Tensor, targets: Tensor, shard: VocabShard, *, temperature: float = 1.0
+) -> TokenStatistics:
     """Log-prob, logit energy and entropy of every row.
 
     Args:
@@ -137,7 +139,9 @@ def token_statistics(logits: Tensor, targets: Tensor, shard: VocabShard, *, temp
     Returns:
         TokenStatistics, equal on every tensor-parallel rank. Source: arXiv 2602.07078 for the energy.
     """
-    return TokenStatistics(**dict(zip(("logprobs", "energy", "entropy"), _TokenStatistics.apply(logits, targets, shard, temperature))))
+    return TokenStatistics(
+        **dict(zip(("logprobs", "energy", "entropy"), _TokenStatistics.apply(logits, targets, shard, temperature)))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,18 +20,29 @@ from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.minibatch import Minibatch, PackingSettings, build_minibatch, needs_scoring_pass
 from megatron_vcpo.mcore.packing import MicroBatch
-from megatron_vcpo.mcore.reductions import agree, from_last_stage, gather_rows, is_last_stage, sum_over
+from megatron_vcpo.mcore.reductions import (
+    agree,
+    from_first_rank,
+    from_last_stage,
+    gather_rows,
+    is_last_stage,
+    names_of_last_stage,
+    sum_over,
+)
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.objective import (
     LossInputs,
     combine_ess_statistics,
+    ess_log_weights,
     ess_statistics,
     load_loss,
+    segment_ids,
+    segment_sum,
     sequence_log_weights,
     trajectory_baselines,
+    trajectory_energies,
     trajectory_log_energies,
 )
-from megatron_vcpo.objective.segments import segment_sum
 from megatron_vcpo.optim import EssParamScheduler
 from megatron_vcpo.rollout.trajectory import Trajectory
 
@@ -93,6 +104,8 @@ class PolicyStep:
         self.skip_reason = ""
         self._accumulated = _Accumulated()
         self._result: dict[str, float] = {}
+        self._metric_names: list[str] | None = None
+        self._lag = 0.0
         self._context = OutputContext(
             vocab_size=settings.vocab_size,
             temperature=settings.temperature,
@@ -146,9 +159,8 @@ class PolicyStep:
 
     def _mean_baselines(self) -> Tensor:
         batch = self._current()
-        unused = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=self.device)
         return trajectory_baselines(
-            rewards=batch.rewards, group_ids=batch.group_ids, log_energies=unused, config=self.config
+            rewards=batch.rewards, group_ids=batch.group_ids, log_energies=None, config=self.config
         )
 
     # ------------------------------------------------------------------ forward-only passes
@@ -175,7 +187,9 @@ class PolicyStep:
 
     def _score_reference(self, model: list[Any], forward_backward: ForwardBackward) -> None:
         if self.reference is None:
-            raise RuntimeError("--vcpo-kl-coefficient above 0 needs PolicyStep.reference; set it before the first step.")
+            raise RuntimeError(
+                "--vcpo-kl-coefficient above 0 needs PolicyStep.reference; set it before the first step."
+            )
         with self.reference.in_place_of(model):
             outputs = self.score(model, forward_backward)
         for micro, stats in zip(self._current().micro_batches, outputs):
@@ -188,10 +202,7 @@ class PolicyStep:
         for micro, stats in zip(batch.micro_batches, outputs):
             if micro.num_trajectories:
                 index = torch.tensor(micro.indices, device=self.device)
-                columns[0, index] = self._log_weights(micro, stats["logprobs"])
-                energy = stats["energy"] if self.config.energy == "logit" else torch.ones_like(stats["energy"])
-                for row, values in ((1, energy), (2, torch.ones_like(energy))):
-                    columns[row, index] = self._response_sums(micro, values)
+                columns[:, index] = self._baseline_inputs(micro, stats)
         if is_last_stage(self.groups.pp):
             sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
         from_last_stage(columns, self.groups.pp)
@@ -209,10 +220,20 @@ class PolicyStep:
             rewards=batch.rewards, group_ids=batch.group_ids, log_energies=log_energies, config=self.config
         )
 
-    def _response_sums(self, micro: MicroBatch, values: Tensor) -> Tensor:
+    def _baseline_inputs(self, micro: MicroBatch, stats: dict[str, Tensor]) -> Tensor:
+        """Log-weights, energies and lengths of a micro-batch's trajectories: [3, n] fp64."""
         ends = micro.trajectory_ends
-        masked = torch.where(micro.response_mask, values, 0.0)
-        return segment_sum(masked.double(), ends)
+        energies = trajectory_energies(
+            policy_logprobs=stats["logprobs"],
+            behavior_logprobs=micro.behavior_logprobs,
+            mask=micro.response_mask,
+            cu_seqlens=ends,
+            token_energies=stats["energy"],
+            config=self.config,
+        )
+        ids = segment_ids(ends, micro.response_mask.numel())
+        lengths = segment_sum(micro.response_mask.double(), ids, micro.num_trajectories)
+        return torch.stack([self._log_weights(micro, stats["logprobs"]), energies, lengths])
 
     def _log_weights(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
         return sequence_log_weights(
@@ -314,42 +335,34 @@ class PolicyStep:
         else:
             rows = torch.empty(max(1, self.settings.packing.dp_size), len(row), dtype=torch.float64, device=self.device)
         from_last_stage(rows, self.groups.pp)
+        # Replicated arithmetic may differ in the last bit between tensor-parallel ranks (atomic adds on a GPU).
+        from_first_rank(rows, self.groups.tp)
         sums = rows[:, 4:].sum(0).tolist()
         metrics = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1] > 0.0}
         return rows[:, :4], metrics
 
     def _local_row(self) -> tuple[list[str], Tensor]:
-        # Stages before the last have no metrics of their own and must still know the row's width: the names of the
-        # loss's metrics travel once, when they are first seen.
-        names = sorted(self._accumulated.metrics)
-        names = self._share_names(names)
+        names = self._shared_names()
         row = torch.zeros(4 + 2 * len(names), dtype=torch.float64, device=self.device)
         row[0] = -math.inf
         if self._accumulated.log_weights:
-            row[:4] = ess_statistics(torch.cat(self._accumulated.log_weights))
+            row[:4] = ess_statistics(ess_log_weights(torch.cat(self._accumulated.log_weights), self.config))
         for i, name in enumerate(names):
             if name in self._accumulated.metrics:
                 row[4 + 2 * i : 6 + 2 * i] = self._accumulated.metrics[name]
         return names, row
 
-    def _share_names(self, names: list[str]) -> list[str]:
-        known: list[str] | None = getattr(self, "_metric_names", None)
-        if known is None:
-            from megatron_vcpo.mcore.reductions import group_size
-
-            if group_size(self.groups.pp) > 1:
-                source = torch.distributed.get_process_group_ranks(self.groups.pp)[-1]
-                holder: list[Any] = [names]
-                torch.distributed.broadcast_object_list(holder, source, group=self.groups.pp)
-                names = holder[0]
-            self._metric_names = names
-            return names
-        if is_last_stage(self.groups.pp) and names != known:
+    def _shared_names(self) -> list[str]:
+        """Names of the loss's metrics; stages before the last learn them once, in the first step."""
+        names = sorted(self._accumulated.metrics)
+        if self._metric_names is None:
+            self._metric_names = names_of_last_stage(names, self.groups.pp)
+        elif is_last_stage(self.groups.pp) and names != self._metric_names:
             raise RuntimeError(
                 f"The loss {self.config.loss} returned other metrics than in the first step "
-                f"({sorted(set(names) ^ set(known))}); a loss must return the same keys in every micro-batch."
+                f"({sorted(set(names) ^ set(self._metric_names))}); it must return the same keys in every micro-batch."
             )
-        return known
+        return self._metric_names
 
     def guard(self, optimizer_step: Callable[[], tuple[bool, Any, Any]]) -> tuple[bool, Any, Any]:
         """Stand in for optimizer.step(): take the step unless finalize() found a reason not to."""

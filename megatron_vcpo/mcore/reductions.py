@@ -40,6 +40,22 @@ def from_last_stage(values: Tensor, pp_group: Any) -> Tensor:
     return values
 
 
+def from_first_rank(values: Tensor, group: Any) -> Tensor:
+    """Values of a group's first rank on every rank of it, in place."""
+    if group_size(group) > 1:
+        dist.broadcast(values, dist.get_process_group_ranks(group)[0], group=group)
+    return values
+
+
+def names_of_last_stage(names: list[str], pp_group: Any) -> list[str]:
+    """Strings of the last pipeline stage on every stage; pickled, so for the first step only."""
+    if group_size(pp_group) == 1:
+        return names
+    holder: list[Any] = [names]
+    dist.broadcast_object_list(holder, dist.get_process_group_ranks(pp_group)[-1], group=pp_group)
+    return list(holder[0])
+
+
 def sum_over(values: Tensor, group: Any) -> Tensor:
     """Sum over the ranks of a group, in place."""
     if group_size(group) > 1:

@@ -31,7 +31,9 @@ class ReferencePolicy:
         own = self.state_dict()
         wrong = sorted(set(own) ^ set(state)) + [n for n in own if n in state and own[n].shape != state[n].shape]
         if wrong:
-            raise ValueError(f"The saved KL reference does not fit the model; names that differ: {', '.join(wrong[:5])}.")
+            raise ValueError(
+                f"The saved KL reference does not fit the model; names that differ: {', '.join(wrong[:5])}."
+            )
         for i, chunk in enumerate(self.weights):
             for name in chunk:
                 chunk[name].copy_(state[f"{i}.{name}"])

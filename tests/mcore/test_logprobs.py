@@ -84,7 +84,12 @@ def test_chunking_the_output_layer_changes_neither_values_nor_gradients(chunk):
     config = type("Config", (), {"sequence_parallel": False, "tensor_model_parallel_size": 1})
     context = OutputContext(vocab_size=9, temperature=0.9, chunk=chunk, tp_group=None)
     out = output_processor(
-        hidden_states=hidden, output_layer=output_layer, output_weight=weight, labels=labels, context=context, config=config
+        hidden_states=hidden,
+        output_layer=output_layer,
+        output_weight=weight,
+        labels=labels,
+        context=context,
+        config=config,
     )
     out["logprobs"].sum().backward()
     logp, _, _ = _reference((hidden.detach()[:, 0] @ weight.detach().T), labels[0], 9, 0.9)

@@ -1,0 +1,117 @@
+"""register(): VCPO in a training loop of your own over Megatron-Core."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.minibatch import PackingSettings
+from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
+from megatron_vcpo.mcore.reference import ReferencePolicy
+from megatron_vcpo.optim import EssParamScheduler
+
+
+def register(
+    config: VCPOConfig,
+    *,
+    model: list[Any],
+    optimizer: Any,
+    scheduler: EssParamScheduler,
+    groups: Any,
+    vocab_size: int,
+    sequence_length: int,
+    max_response_length: int,
+    temperature: float = 1.0,
+) -> PolicyStep:
+    """Hook VCPO into a model and an optimizer and return the step that drives them.
+
+    Args:
+        config: the objective.
+        model: Megatron's list of model chunks, wrapped in its DistributedDataParallel; the transformer config has
+            calculate_per_token_loss and variable_seq_lengths set.
+        optimizer: Megatron's; its step() will refuse an update that is not fit to be made, returning (False, None, None).
+        scheduler: an EssParamScheduler over the same optimizer.
+        groups: ProcessGroupCollection with tp, pp, dp, dp_cp.
+        vocab_size: real tokens, without padding.
+        sequence_length: longest trajectory; also the token budget of a micro-batch where the config sets none. Tokens.
+        max_response_length: bound of a response. Tokens.
+        temperature: of the rollouts.
+
+    Example:
+        >>> vcpo = megatron_vcpo.register(VCPOConfig(), model=model, optimizer=optimizer, scheduler=scheduler,
+        ...                               groups=groups, vocab_size=32000, sequence_length=4096, max_response_length=2048)
+        >>> for trajectories in my_rollouts():  # the same list on every rank
+        ...     vcpo.begin(trajectories, model=model, forward_backward=forward_backward)
+        ...     for chunk in model:
+        ...         chunk.zero_grad_buffer()
+        ...     optimizer.zero_grad()
+        ...     forward_backward(forward_step_func=vcpo.forward_step, data_iterator=vcpo.data_iterator(), model=model,
+        ...                      num_microbatches=vcpo.num_micro_batches, seq_length=4096, micro_batch_size=1,
+        ...                      forward_only=False)
+        ...     success, grad_norm, _ = optimizer.step()
+        ...     if success:
+        ...         scheduler.step(len(trajectories))
+        ...     metrics = vcpo.end(success=success, grad_norm=grad_norm)
+    """
+    from megatron.core.utils import get_model_config
+
+    transformer = get_model_config(model[0])
+    if not transformer.calculate_per_token_loss or not transformer.variable_seq_lengths:
+        raise ValueError("The transformer config needs calculate_per_token_loss=True and variable_seq_lengths=True.")
+    settings = StepSettings(
+        vocab_size=vocab_size,
+        temperature=temperature,
+        max_response_length=max_response_length,
+        packing=packing_settings(transformer, groups, config.tokens_per_micro_batch or sequence_length),
+        sequence_length=sequence_length,
+        fp16=bool(transformer.fp16),
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    step = PolicyStep(config, settings, groups=groups, scheduler=scheduler, device=device)
+    if config.kl_coefficient > 0.0:
+        step.reference = ReferencePolicy(model)
+    hook_finalization(transformer, step)
+    guard_optimizer(optimizer, step)
+    return step
+
+
+def packing_settings(transformer: Any, groups: Any, budget: int) -> PackingSettings:
+    """How this layout wants its micro-batches.
+
+    Args:
+        transformer: Megatron-Core's TransformerConfig.
+        groups: process groups, dp in them.
+        budget: tokens of one micro-batch.
+    """
+    interleaved = transformer.virtual_pipeline_model_parallel_size is not None
+    return PackingSettings(
+        budget=budget,
+        token_multiple=transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1,
+        micro_batch_multiple=transformer.pipeline_model_parallel_size if interleaved else 1,
+        dp_rank=torch.distributed.get_rank(groups.dp),
+        dp_size=torch.distributed.get_world_size(groups.dp),
+    )
+
+
+def hook_finalization(transformer: Any, step: PolicyStep) -> None:
+    """Run the step's reductions after the gradients' own, whatever finalize function the config already has."""
+    from megatron.core.distributed import finalize_model_grads
+
+    stock: Callable[..., None] = transformer.finalize_model_grads_func or finalize_model_grads
+    transformer.finalize_model_grads_func = functools.partial(_finalize, stock, step)
+
+
+def _finalize(stock: Callable[..., None], step: PolicyStep, model: list[Any], *args: Any, **kwargs: Any) -> None:
+    stock(model, *args, **kwargs)
+    step.finalize(model)
+
+
+def guard_optimizer(optimizer: Any, step: PolicyStep) -> None:
+    """Let the step refuse an update: optimizer.step() of this one instance asks it first."""
+    original = optimizer.step
+    optimizer.step = types.MethodType(lambda self: step.guard(original), optimizer)

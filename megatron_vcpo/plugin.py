@@ -1,0 +1,203 @@
+"""The few seams by which VCPO sits in Megatron's training loop, all of them in this file.
+
+`MegatronPlugin` is for Megatron's own `pretrain()` (see train.py); `register()` is for a loop of your own over
+Megatron-Core. Both drive the same `PolicyStep`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_vcpo.api import guard_optimizer, packing_settings
+from megatron_vcpo.config import PluginConfig
+from megatron_vcpo.flow import RolloutFlow, build_flow
+from megatron_vcpo.mcore.packing import MicroBatch
+from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
+from megatron_vcpo.mcore.reference import ReferencePolicy
+from megatron_vcpo.optim import EssParamScheduler, EssSettings
+from megatron_vcpo.resume import load_flow_state, load_reference, reference_path, save_reference
+from patches import cpu_packed_attention
+
+
+class TrajectoryFeed:
+    """The train iterator that Megatron sees, one for each model chunk: it hands out what the step has packed."""
+
+    def __init__(self, plugin: MegatronPlugin) -> None:
+        self._plugin = plugin
+        self._micro_batches: Iterator[MicroBatch] = iter(())
+
+    def fill(self, micro_batches: Iterator[MicroBatch]) -> None:
+        """Take the micro-batches of one pass."""
+        self._micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        return next(self._micro_batches)
+
+    def save_state(self) -> dict[str, Any] | None:
+        """What a resumed run continues from; Megatron writes it beside the checkpoint of the same iteration."""
+        return self._plugin.state_dict()
+
+
+class MegatronPlugin:
+    """VCPO inside `megatron.training.pretrain()`."""
+
+    def __init__(self, args: argparse.Namespace, config: PluginConfig) -> None:
+        """Args: Megatron's parsed and checked arguments, and the plugin's."""
+        self.args = args
+        self.config = config
+        self.feeds: list[TrajectoryFeed] = []
+        self.step: PolicyStep | None = None
+        self.flow: RolloutFlow | None = None
+        self._saved_state: dict[str, Any] | None = None
+        self._train_step: Callable[..., Any] | None = None
+
+    # ------------------------------------------------------------------ seams
+
+    def install(self) -> None:
+        """Put the scheduler and the step into megatron.training; call before pretrain()."""
+        from megatron.training import training
+
+        training.OptimizerParamScheduler = functools.partial(EssParamScheduler, ess=EssSettings.of(self.config.vcpo))
+        self._train_step = training.train_step
+        training.train_step = self.train_step
+
+    def configure_model(self, model_config: Any) -> None:
+        """Set the hooks of Megatron's GPTModelConfig: gradients' finalization, packed attention, initial weights."""
+        from megatron.core.distributed import finalize_model_grads
+
+        model_config.finalize_model_grads_func = functools.partial(self._finalize, finalize_model_grads)
+        if self.args.transformer_impl == "local":
+            model_config.transformer_layer_spec = packed_local_spec
+        if self.config.vcpo.load_hf is not None:
+            model_config.pre_wrap_hooks.append(self._load_hf)
+
+    def data_provider(self, _num_samples: Any, vp_stage: int | None = None) -> tuple[TrajectoryFeed, None, None]:
+        """Megatron's dataset provider; runs after the checkpoint is loaded, once for each model chunk."""
+        if not self.feeds and self.args.iteration > 0:
+            self._saved_state = load_flow_state(self.args)
+        feed = TrajectoryFeed(self)
+        self.feeds.append(feed)
+        return feed, None, None
+
+    data_provider.is_distributed = True  # type: ignore[attr-defined]  # else only one tensor-parallel rank gets a feed
+
+    def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        """Megatron's forward_step_func."""
+        assert self.step is not None
+        return self.step.forward_step(data_iterator, model)
+
+    def _finalize(self, stock: Callable[..., None], model: list[Any], *args: Any, **kwargs: Any) -> None:
+        stock(model, *args, **kwargs)
+        assert self.step is not None
+        self.step.finalize(model)
+
+    def _load_hf(self, model_chunks: list[nn.Module]) -> list[nn.Module]:
+        from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
+        from megatron_vcpo.flow import family_and_shape, model_groups
+
+        family, shape = family_and_shape(self.args, self.config, model_chunks)
+        load_hf_checkpoint(model_chunks, family, shape, str(self.config.vcpo.load_hf), model_groups())
+        return model_chunks
+
+    # ------------------------------------------------------------------ one iteration
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap Megatron's train_step: make a minibatch before it, take its metrics after it."""
+        assert self._train_step is not None
+        bound = inspect.signature(self._train_step).bind(*args, **kwargs)  # by name: survives added parameters
+        call = bound.arguments
+        model, schedule = call["model"], call["forward_backward_func"]
+        if self.step is None:
+            self._start(model, call["optimizer"], call["opt_param_scheduler"])
+        assert self.step is not None
+        assert self.flow is not None
+        self.flow.before_step(iteration=self.args.curr_iteration, model=model)
+        batch = self.flow.next_minibatch(model=model, step=self.step, forward_backward=schedule)
+        with self.flow.timer("train"):
+            self.step.begin(batch.trajectories, model=model, forward_backward=schedule, lag=batch.lag_max)
+            for feed in self.feeds:
+                feed.fill(self.step.data_iterator())
+            count = self.step.num_micro_batches
+            # Megatron's own calculator stays at the nominal number: train() asserts that it never falls.
+            call["forward_backward_func"] = lambda **options: schedule(**{**options, "num_microbatches": count})
+            result, success, grad_norm = None, False, None
+            try:
+                result = self._train_step(*bound.args, **bound.kwargs)
+                success, grad_norm = not result[1], result[5]
+            finally:
+                metrics = self.step.end(success=success, grad_norm=grad_norm)
+        self.flow.after_step(metrics, success=success)
+        return result
+
+    def _start(self, model: list[Any], optimizer: Any, scheduler: EssParamScheduler) -> None:
+        from megatron.core.utils import get_model_config
+        from megatron.training.utils import unwrap_model
+
+        if not isinstance(scheduler, EssParamScheduler):
+            raise TypeError(
+                f"The scheduler is a {type(scheduler).__name__}, not an EssParamScheduler: install() came too late."
+            )
+        chunks = unwrap_model(model)
+        self.flow = build_flow(self.args, self.config, model=model, optimizer=optimizer)
+        self.step = PolicyStep(
+            self.config.vcpo,
+            StepSettings(
+                vocab_size=self.flow.vocab_size,
+                temperature=self.config.rollout.temperature,
+                max_response_length=self.config.rollout.max_response_length,
+                packing=packing_settings(get_model_config(model[0]), self.flow.groups, self.token_budget),
+                sequence_length=self.args.seq_length,
+                fp16=self.args.fp16,
+            ),
+            groups=self.flow.groups,
+            scheduler=scheduler,
+            device=torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu"),
+        )
+        guard_optimizer(optimizer, self.step)
+        if self.config.vcpo.kl_coefficient > 0.0:
+            self.step.reference = ReferencePolicy(chunks)
+            if self.args.iteration > 0:
+                load_reference(self.step.reference, reference_path(self.args))
+            elif self.args.save is not None:
+                save_reference(self.step.reference, reference_path(self.args))
+        if self._saved_state is not None:
+            self.flow.load_state_dict(self._saved_state)
+            self._saved_state = None
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one micro-batch."""
+        return int(self.config.vcpo.tokens_per_micro_batch or self.args.seq_length)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The flow's state; all data-parallel ranks hold the same, so the first one's is enough."""
+        if self.flow is None:
+            return None
+        return self.flow.state_dict() if torch.distributed.get_rank(self.flow.groups.dp) == 0 else None
+
+    def close(self) -> None:
+        """End the engine, the reward processes and the logs."""
+        if self.flow is not None:
+            self.flow.close()
+
+
+def packed_local_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's default local layer spec with a core attention that takes packed sequences."""
+    from megatron.training.models.gpt import default_layer_spec
+
+    spec = default_layer_spec(config, vp_stage)
+    for layer in getattr(spec, "layer_specs", [spec]):
+        layer.submodules.self_attention.submodules.core_attention = cpu_packed_attention.PackedCoreAttention
+    return spec

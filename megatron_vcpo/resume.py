@@ -1,0 +1,72 @@
+"""What is saved beside Megatron's checkpoint: the flow's state, and the weights of the KL reference."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_vcpo.config import ConfigError
+from megatron_vcpo.mcore.reference import ReferencePolicy
+
+
+def load_flow_state(args: argparse.Namespace) -> dict[str, Any]:
+    """The flow's state of the iteration that was loaded.
+
+    Raises:
+        ConfigError: the file is missing or belongs to another iteration.
+    """
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    path = Path(
+        get_checkpoint_name(
+            args.load,
+            args.iteration,
+            pipeline_parallel=args.pipeline_model_parallel_size > 1,
+            tensor_rank=0,
+            pipeline_rank=0,
+            expert_parallel=False,
+            expert_rank=0,
+            basename="train_dataloader_dprank000.pt",
+        )
+    )
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is missing: the checkpoint holds no rollout state, so prompts and buffered trajectories would be "
+            "lost; add --finetune to start a new run from its weights."
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)["dataloader_state_dict"]
+
+
+def reference_path(args: argparse.Namespace) -> Path:
+    """File of this rank's shard of the KL reference."""
+    folder = Path(args.save or args.load) / "kl_reference"
+    layout = (
+        f"tp{args.tensor_model_parallel_size}_pp{args.pipeline_model_parallel_size}_ep{args.expert_model_parallel_size}"
+    )
+    return folder / f"{layout}_rank{args.rank:05d}.safetensors"
+
+
+def save_reference(reference: ReferencePolicy, path: Path) -> None:
+    """Write the reference once, at iteration 0; a file that is there already was written by the same start."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file({name: value.contiguous() for name, value in reference.state_dict().items()}, partial)
+    partial.replace(path)
+
+
+def load_reference(reference: ReferencePolicy, path: Path) -> None:
+    """Read the reference that iteration 0 wrote.
+
+    Raises:
+        ConfigError: the file is missing, or was written under another layout.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"The KL reference {path} is missing (it is written at iteration 0, for one layout); resume with the layout "
+            "it was saved under, or set --vcpo-kl-coefficient 0."
+        )
+    reference.load_state_dict(load_file(path))

@@ -1,0 +1,240 @@
+"""PolicyStep and register() on the real Megatron-Core: one process, against an independent computation."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests.oracle.single_process import single_process_megatron
+from tests.oracle.tiny_gpt import SEQUENCE, VOCAB, build_tiny_gpt
+
+import megatron_vcpo
+from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.rollout.trajectory import Trajectory
+
+
+@pytest.fixture(scope="module")
+def groups():
+    with single_process_megatron() as collection:
+        yield collection
+
+
+def make_trajectories(seed=0, count=8, group_size=4, shift=0.0):
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(count):
+        length = int(rng.integers(2, 14))
+        out.append(
+            Trajectory(
+                prompt_ids=rng.integers(0, VOCAB, int(rng.integers(2, 7))).astype(np.int32),
+                response_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                behavior_logprobs=(-4.1 + shift + 0.15 * rng.standard_normal(length)).astype(np.float32),
+                versions=np.zeros(length, np.int32),
+                response_mask=np.ones(length, bool),
+                reward=float(rng.integers(0, 2)),
+                group_id=i // group_size,
+                index=i % group_size,
+            )
+        )
+    return out
+
+
+def register(tiny, config, **kwargs):
+    return megatron_vcpo.register(
+        config,
+        model=tiny.model,
+        optimizer=tiny.optimizer,
+        scheduler=tiny.scheduler,
+        groups=tiny.groups,
+        vocab_size=VOCAB,
+        sequence_length=SEQUENCE,
+        max_response_length=16,
+        **kwargs,
+    )
+
+
+def run_step(tiny, vcpo, trajectories, *, lag=0.0, poison=None):
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    schedule = get_forward_backward_func()
+    vcpo.begin(trajectories, model=tiny.model, forward_backward=schedule, lag=lag)
+    for chunk in tiny.model:
+        chunk.zero_grad_buffer()
+    tiny.optimizer.zero_grad()
+    schedule(
+        forward_step_func=vcpo.forward_step,
+        data_iterator=vcpo.data_iterator(),
+        model=tiny.model,
+        num_microbatches=vcpo.num_micro_batches,
+        seq_length=SEQUENCE,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    gradient = torch.cat([p.main_grad.flatten().clone() for chunk in tiny.model for p in chunk.parameters()])
+    success, grad_norm, _ = tiny.optimizer.step()
+    if success:
+        tiny.scheduler.step(len(trajectories))
+    return vcpo.end(success=success, grad_norm=grad_norm), gradient
+
+
+def reference_step(tiny, trajectories, temperature=1.0):
+    """Sequence TIS, OPOB with logit energy, group std, seq-mean-token-mean: one forward per trajectory, plain autograd."""
+    gpt = tiny.model[0].module
+    sums, lam, energy, length = [], [], [], []
+    for t in trajectories:
+        ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids])).long()
+        mask = torch.triu(torch.ones(1, 1, len(ids), len(ids), dtype=torch.bool), 1)
+        logits = gpt(ids[None], torch.arange(len(ids))[None], mask)[0, len(t.prompt_ids) - 1 : -1, :VOCAB] / temperature
+        log_pi = torch.log_softmax(logits.double(), -1)
+        p = log_pi.gather(1, ids[len(t.prompt_ids) :, None])[:, 0]
+        pi = log_pi.detach().exp()
+        onehot = torch.nn.functional.one_hot(ids[len(t.prompt_ids) :], VOCAB)
+        sums.append(p.sum() / len(p))
+        lam.append((p.detach() - torch.tensor(t.behavior_logprobs).double()).sum())
+        energy.append(((onehot - pi) ** 2).sum())
+        length.append(len(p))
+    lam, energy, length = torch.stack(lam), torch.stack(energy), torch.tensor(length).double()
+    weight = lam.exp().clamp(max=8.0)
+    rewards = torch.tensor([t.reward for t in trajectories]).double()
+    group = torch.tensor([t.group_id for t in trajectories])
+    advantage = torch.zeros_like(rewards)
+    for g in group.unique():
+        m = group == g
+        e = weight[m] ** 2 * energy[m] / length[m] ** 2
+        std = rewards[m].std(unbiased=False)
+        if std > 0:
+            advantage[m] = (rewards[m] - (e * rewards[m]).sum() / e.sum()) / std
+    loss = -(weight * advantage * torch.stack(sums)).mean()
+    grads = torch.autograd.grad(loss, [p for chunk in tiny.model for p in chunk.parameters()])
+    rho = float(lam.exp().sum() ** 2 / (len(lam) * (2 * lam).exp().sum()))
+    return float(loss), rho, torch.cat([g.flatten() for g in grads])
+
+
+@pytest.mark.parametrize("budget", [SEQUENCE * 4, SEQUENCE + 20, 24], ids=["one", "groups-apart", "groups-split"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradient_rho_and_loss_equal_plain_autograd_however_the_minibatch_is_packed(groups, budget, temperature):
+    tiny = build_tiny_gpt(groups)
+    trajectories = make_trajectories()
+    loss, rho, gradient = reference_step(tiny, trajectories, temperature)
+    vcpo = register(tiny, VCPOConfig(tokens_per_micro_batch=budget), temperature=temperature)
+    metrics, ours = run_step(tiny, vcpo, trajectories)
+    assert metrics["rho"] == pytest.approx(rho, rel=1e-5)
+    assert metrics["pg_loss"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
+    assert metrics["lr_multiplier"] == pytest.approx(rho**0.5, rel=1e-5)
+    torch.testing.assert_close(ours, gradient.float(), rtol=2e-4, atol=2e-7)
+    assert float(ours.norm()) > 1e-3
+    if budget == 24:
+        assert metrics["n_micro_batches"] > 2
+
+
+def test_the_learning_rate_of_the_step_is_the_scaled_one_and_the_base_comes_back(groups):
+    tiny = build_tiny_gpt(groups, lr=0.25)
+    vcpo = register(tiny, VCPOConfig())
+    metrics, _ = run_step(tiny, vcpo, make_trajectories())
+    assert metrics["lr"] == pytest.approx(0.25 * metrics["rho"] ** 0.5)
+    assert 0.2 < metrics["rho"] < 0.999
+    assert tiny.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_minibatch_scope_over_many_micro_batches_equals_one(groups):
+    results = []
+    for budget in (400, 24):
+        tiny = build_tiny_gpt(groups)
+        config = VCPOConfig(tokens_per_micro_batch=budget, baseline_scope="minibatch", reward_normalization="none")
+        results.append(run_step(tiny, register(tiny, config), make_trajectories()))
+    (one, gradient_one), (many, gradient_many) = results
+    assert one["n_micro_batches"] == 1
+    assert many["n_micro_batches"] > 3
+    torch.testing.assert_close(gradient_one, gradient_many, rtol=1e-4, atol=1e-7)
+    assert one["baseline"] == pytest.approx(many["baseline"], rel=1e-6)
+
+
+def test_kl_to_the_frozen_reference_is_zero_at_first_and_grows(groups):
+    tiny = build_tiny_gpt(groups)
+    vcpo = register(tiny, VCPOConfig(kl_coefficient=0.1))
+    before = tiny.parameters()
+    first, _ = run_step(tiny, vcpo, make_trajectories())
+    assert abs(first["kl"]) < 1e-9
+    assert any(not torch.equal(a, b) for a, b in zip(before, tiny.parameters()))
+    second, _ = run_step(tiny, vcpo, make_trajectories())
+    assert second["kl"] > 1e-6
+
+
+def test_scoring_the_reference_leaves_the_policy_bit_identical(groups):
+    tiny = build_tiny_gpt(groups)
+    vcpo = register(tiny, VCPOConfig(kl_coefficient=0.1))
+    run_step(tiny, vcpo, make_trajectories())
+    before = tiny.parameters()
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    vcpo.begin(make_trajectories(1), model=tiny.model, forward_backward=get_forward_backward_func())
+    assert all(torch.equal(a, b) for a, b in zip(before, tiny.parameters()))
+
+
+def test_a_step_with_a_nan_in_the_policy_changes_no_parameter_no_moment_and_no_learning_rate(groups):
+    tiny = build_tiny_gpt(groups)
+    vcpo = register(tiny, VCPOConfig())
+    run_step(tiny, vcpo, make_trajectories())
+    weight = next(tiny.model[0].parameters())
+    clean = weight.detach().clone()
+    with torch.no_grad():
+        weight.view(-1)[0] = float("nan")
+    before = tiny.parameters()
+    moments = [v.clone() for s in tiny.optimizer.chained_optimizers[0].optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    metrics, _ = run_step(tiny, vcpo, make_trajectories(count=8))
+    assert metrics["skipped"] == 1.0
+    assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(before, tiny.parameters()))
+    after = [v for s in tiny.optimizer.chained_optimizers[0].optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after))
+    assert tiny.optimizer.param_groups[0]["lr"] == 1e-2
+    with torch.no_grad():
+        weight.copy_(clean)
+    assert run_step(tiny, vcpo, make_trajectories())[0]["skipped"] == 0.0
+
+
+def test_a_minibatch_from_which_everything_was_rejected_is_skipped(groups):
+    tiny = build_tiny_gpt(groups)
+    vcpo = register(tiny, VCPOConfig())
+    run_step(tiny, vcpo, make_trajectories())
+    before = tiny.parameters()
+    metrics, _ = run_step(tiny, vcpo, [])
+    assert metrics["skipped"] == 1.0
+    assert metrics["rho"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, tiny.parameters()))
+
+
+def test_extreme_importance_weights_never_give_a_full_step(groups):
+    tiny = build_tiny_gpt(groups)
+    vcpo = register(tiny, VCPOConfig())
+    trajectories = make_trajectories()
+    odd = dataclasses.replace(
+        trajectories[0], behavior_logprobs=np.full(len(trajectories[0].response_ids), -1e4, np.float32)
+    )
+    metrics, gradient = run_step(tiny, vcpo, [odd, *trajectories[1:]])
+    assert metrics["rho"] == pytest.approx(1 / 8, rel=1e-6)
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_steps_run_and_an_fp16_overflow_is_a_skipped_step(groups, dtype):
+    tiny = build_tiny_gpt(groups, params_dtype=dtype)
+    vcpo = register(tiny, VCPOConfig())
+    metrics, _ = run_step(tiny, vcpo, make_trajectories())
+    assert metrics["skipped"] == 0.0
+    assert 0.0 < metrics["rho"] <= 1.0
+    if dtype == torch.float16:
+        tiny.optimizer.chained_optimizers[0].grad_scaler._scale.fill_(1e30)
+        before = tiny.parameters()
+        metrics, _ = run_step(tiny, vcpo, make_trajectories(1))
+        assert metrics["skipped"] == 1.0
+        assert all(torch.equal(a, b) for a, b in zip(before, tiny.parameters()))
+        assert tiny.optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_mixture_of_experts_gradient_equals_plain_autograd(groups):
+    tiny = build_tiny_gpt(groups, experts=4)
+    trajectories = make_trajectories()
+    _, rho, gradient = reference_step(tiny, trajectories)
+    metrics, ours = run_step(tiny, register(tiny, VCPOConfig(tokens_per_micro_batch=60)), trajectories)
+    assert metrics["rho"] == pytest.approx(rho, rel=1e-5)
+    torch.testing.assert_close(ours, gradient.float(), rtol=5e-4, atol=5e-7)
