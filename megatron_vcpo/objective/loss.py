@@ -300,9 +300,11 @@ def kl_estimate(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: 
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    beyond = (-log_ratio - _K3_LINEAR_BEYOND).clamp(min=0.0)
-    ratio = torch.exp((-log_ratio).clamp(max=_K3_LINEAR_BEYOND))
-    return ratio + math.exp(_K3_LINEAR_BEYOND) * beyond - 1.0 + log_ratio
+    exponent = -log_ratio
+    near = exponent <= _K3_LINEAR_BEYOND
+    ratio = torch.exp(torch.where(near, exponent, 0.0))
+    tangent = math.exp(_K3_LINEAR_BEYOND) * (1.0 + exponent - _K3_LINEAR_BEYOND)
+    return torch.where(near, ratio, tangent) - 1.0 + log_ratio
 
 
 def vcpo_loss(inputs: LossInputs) -> LossOutputs:
