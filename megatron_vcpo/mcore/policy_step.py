@@ -44,7 +44,7 @@ from megatron_vcpo.objective import (
     trajectory_log_energies,
 )
 from megatron_vcpo.optim import EssParamScheduler
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.rollout.trajectory import Float32Array, Trajectory
 
 ForwardBackward = Callable[..., list[Any]]
 
@@ -184,6 +184,27 @@ class PolicyStep:
                 forward_only=True,
                 collect_non_loss_data=True,
             )
+
+    def logprobs_of(
+        self, trajectories: Sequence[Trajectory], *, model: list[Any], forward_backward: ForwardBackward
+    ) -> dict[int, Float32Array]:
+        """The trainer's log-probs of trajectories' responses, at the rollouts' temperature; between steps only.
+
+        Returns:
+            Index in `trajectories` -> [L], for those of this data-parallel rank; empty off the last pipeline stage.
+        """
+        self.minibatch = build_minibatch(trajectories, self.config, self.settings.packing, self.device)
+        found: dict[int, Float32Array] = {}
+        for micro, stats in zip(self.minibatch.micro_batches, self.score(model, forward_backward)):
+            values = stats["logprobs"].float().cpu().numpy()
+            start = 0
+            for index in micro.indices:
+                trajectory = trajectories[index]
+                first = start + len(trajectory.prompt_ids) - 1
+                found[index] = values[first : first + len(trajectory.response_ids)]
+                start += trajectory.num_tokens
+        self.minibatch = None
+        return found
 
     def _score_reference(self, model: list[Any], forward_backward: ForwardBackward) -> None:
         if self.reference is None:

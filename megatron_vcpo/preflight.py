@@ -1,0 +1,120 @@
+"""Everything that can be found wrong before a process group, a model or an engine exists."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vcpo.checkpoint.description import describe_hf
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.config import ConfigError, PluginConfig
+from megatron_vcpo.environments import Environment, EnvironmentSetupError, make_environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What the checks had to open anyway, for the run to use."""
+
+    environment: Environment
+    eval_environment: Environment | None
+    tokenizer: Any
+    vocab_size: int  # rows of the embedding that are real tokens
+
+
+def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
+    """Open the environments, the tokenizer and the checkpoint's config.json.
+
+    Raises:
+        ConfigError: one sentence about the first thing that is wrong.
+    """
+    environment, evaluation = _environments(config)
+    tokenizer = _tokenizer(str(config.rollout.tokenizer))
+    vocab_size = _vocab_size(args, config, len(tokenizer))
+    _check_first_prompt(environment, tokenizer, config)
+    return Inputs(environment=environment, eval_environment=evaluation, tokenizer=tokenizer, vocab_size=vocab_size)
+
+
+def environment_arguments(config: PluginConfig) -> dict[str, Any]:
+    """--rollout-environment-config as keyword arguments."""
+    text = config.rollout.environment_config
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--rollout-environment-config is not JSON ({error}): {text!r}.") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"--rollout-environment-config must be a JSON object, not {text!r}.")
+    return parsed
+
+
+def _environments(config: PluginConfig) -> tuple[Environment, Environment | None]:
+    rollout = config.rollout
+    if rollout.environment == "jsonl":
+        if rollout.prompts is None:
+            raise ConfigError("--rollout-environment jsonl needs --rollout-prompts FILE.")
+        if rollout.eval_interval and rollout.eval_prompts is None:
+            raise ConfigError("--rollout-eval-interval with jsonl needs --rollout-eval-prompts FILE.")
+    elif rollout.prompts is not None:
+        raise ConfigError(f"--rollout-prompts is for --rollout-environment jsonl, not {rollout.environment}.")
+    arguments, seed = environment_arguments(config), int(rollout.seed or 0)
+    try:
+        environment = make_environment(
+            rollout.environment, split="train", seed=seed, config=arguments, prompts_file=rollout.prompts
+        )
+        evaluation = None
+        if rollout.eval_interval:
+            evaluation = make_environment(
+                rollout.environment, split="eval", seed=seed, config=arguments, prompts_file=rollout.eval_prompts
+            )
+    except EnvironmentSetupError as error:
+        raise ConfigError(str(error)) from error
+    return environment, evaluation
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--rollout-tokenizer {folder} cannot be loaded: {first_line}") from error
+
+
+def _vocab_size(args: argparse.Namespace, config: PluginConfig, tokens: int) -> int:
+    vocab_size = int(args.vocab_size or tokens)
+    if config.vcpo.load_hf is not None:
+        try:
+            vocab_size = describe_hf(config.vcpo.load_hf).vocab_size
+        except CheckpointError as error:
+            raise ConfigError(f"--vcpo-load-hf: {error}") from error
+        if args.vocab_size not in (None, vocab_size):
+            raise ConfigError(
+                f"--vocab-size {args.vocab_size} is not the checkpoint's ({vocab_size} in "
+                f"{Path(config.vcpo.load_hf) / 'config.json'}); drop it."
+            )
+    if tokens > vocab_size:
+        raise ConfigError(
+            f"The tokenizer {config.rollout.tokenizer} knows {tokens} tokens, the model only {vocab_size}; "
+            "they do not belong together (--rollout-tokenizer, --vocab-size)."
+        )
+    if args.padded_vocab_size is not None and args.padded_vocab_size < vocab_size:
+        raise ConfigError(f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's {vocab_size} tokens.")
+    return vocab_size
+
+
+def _check_first_prompt(environment: Environment, tokenizer: Any, config: PluginConfig) -> None:
+    text = environment.prompt(0).text
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"--rollout-environment {config.rollout.environment}: prompt(0) has no text.")
+    ids = tokenizer.encode(text)
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and ids and all(token == unknown for token in ids):
+        raise ConfigError(
+            f"The tokenizer {config.rollout.tokenizer} knows no token of the first prompt {text[:60]!r}; "
+            "it is not the tokenizer of this task's language."
+        )
+    if config.rollout.chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(f"--rollout-chat-template: the tokenizer {config.rollout.tokenizer} has no chat template.")
