@@ -18,6 +18,9 @@ from megatron_vcpo.sync.naming import (
     local_problems,
 )
 
+# Names that a pipeline stage holds (None: its model could not be read) and what is wrong with it.
+_Stage = tuple[list[str] | None, list[str]]
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -41,6 +44,7 @@ def match_model(
     layout = Layout.of(groups)
     by_name = {spec.name: spec for spec in specs}
     local: dict[str, torch.nn.Parameter] = {}
+    names: list[str] | None = None
     try:
         if shape.num_experts % layout.ep_size:
             raise NamingError(
@@ -48,11 +52,12 @@ def match_model(
                 "change --expert-model-parallel-size"
             )
         local = local_parameters(model_chunks, shape, layout)
+        names = [name for name in local if name in by_name]
         problems = local_problems(local, by_name, shape, layout)
     except NamingError as error:
         problems = [str(error).rstrip(".")]
-    mine = ([name for name in local if name in by_name], problems)
-    stages: list[tuple[list[str], list[str]]] = [mine]
+    mine: _Stage = (names, problems)
+    stages = [mine]
     if layout.pp_size > 1:
         assert groups is not None
         stages = [mine] * layout.pp_size
@@ -62,7 +67,7 @@ def match_model(
 
 def _combine(
     local: dict[str, torch.nn.Parameter],
-    stages: Sequence[tuple[list[str], list[str]]],
+    stages: Sequence[_Stage],
     specs: Sequence[ParameterSpec],
     shape: ModelShape,
     layout: Layout,
@@ -70,7 +75,7 @@ def _combine(
     problems = [f"pipeline stage {stage}: {p}" for stage, (_, found) in enumerate(stages) for p in found]
     stage_of: dict[str, int] = {}
     for stage, (names, _) in enumerate(stages):
-        for name in names:
+        for name in names or ():
             if name in stage_of:
                 problems.append(f"{name} is held by pipeline stages {stage_of[name]} and {stage}")
             stage_of[name] = stage
@@ -85,6 +90,6 @@ def _combine(
             stage_of[spec.name] = stage_of_layer[spec.layer]
         else:
             missing.append(spec.name)
-    if missing and not any(found for _, found in stages):
+    if missing and all(names is not None for names, _ in stages):
         problems.append(f"no rank holds {', '.join(missing)}")
     return Match(local, stage_of, problems)

@@ -1,0 +1,191 @@
+"""config.json <-> Megatron's settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_vcpo.checkpoint.description import ModelFacts, describe_hf, describe_megatron
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.hf_config import (
+    check_config_matches,
+    hf_config_from_megatron,
+    megatron_flags_for,
+    write_engine_model_dir,
+)
+from megatron_vcpo.checkpoint.rotary import check_rotary, rotary_frequencies
+from tests.oracle.tiny_models import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 5000.0,
+}
+
+
+def facts(**changes: Any) -> ModelFacts:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "rotary_base": 5000,
+        "tied_embeddings": True,
+    }
+    return ModelFacts(**(fields | changes))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_written_config_describes_the_model_it_was_written_from(name: str, tied: bool, tmp_path: Path) -> None:
+    config, about = transformer_config(name), facts(tied_embeddings=tied)
+    fields = hf_config_from_megatron(config, about, dtype=torch.bfloat16)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert describe_hf(tmp_path) == describe_megatron(config, about)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    model = AutoModelForCausalLM.from_config(loaded)
+    assert type(model).__name__ == fields["architectures"][0]
+    check_config_matches(tmp_path, config, about)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_config_that_transformers_wrote_matches_the_same_model_in_megatron(name: str, tmp_path: Path) -> None:
+    save_hf_model(tmp_path, name, tied=True)
+    assert check_config_matches(tmp_path, transformer_config(name), facts()).family.name == name
+
+
+def test_every_field_that_disagrees_is_listed_with_its_flag(tmp_path: Path) -> None:
+    save_hf_model(tmp_path, "qwen2", tied=False)
+    config = transformer_config("llama", num_layers=3, ffn_hidden_size=64, layernorm_epsilon=1e-6, num_query_groups=4)
+    with pytest.raises(CheckpointError) as caught:
+        check_config_matches(tmp_path, config, facts(vocab_size=99, rotary_base=10000, rope_scaling_factor=8.0))
+    message = str(caught.value)
+    for flag in (
+        "--add-qkv-bias",
+        "--num-layers 2",
+        "--ffn-hidden-size 48",
+        "--norm-epsilon 1e-05",
+        "--num-query-groups 2",
+        "--vocab-size 101",
+        "--rotary-base 5000",
+        "remove --use-rope-scaling",
+        "--untie-embeddings-and-output-weights",
+    ):
+        assert flag in message
+    assert "--hidden-size" not in message
+    assert "max_position_embeddings" not in message
+
+
+def test_the_order_of_router_softmax_and_top_k_is_compared(tmp_path: Path) -> None:
+    save_hf_model(tmp_path, "qwen3_moe", tied=True)
+    with pytest.raises(CheckpointError, match="remove --moe-router-pre-softmax"):
+        check_config_matches(tmp_path, transformer_config("qwen3_moe", moe_router_pre_softmax=True), facts())
+
+
+def test_a_megatron_model_of_no_family_is_refused_with_every_flag_to_change() -> None:
+    config = transformer_config("llama", normalization="LayerNorm", gated_linear_unit=False, add_bias_linear=True)
+    with pytest.raises(CheckpointError) as caught:
+        describe_megatron(config, facts(position_embedding_type="learned_absolute"))
+    for flag in ("--normalization RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type rope"):
+        assert flag in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 2.0}}, "high_freq_factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}}, "rope_type linear"),
+        ({"model_type": "gpt2"}, "gpt2"),
+    ],
+)
+def test_what_megatron_would_compute_differently_is_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    save_hf_model(tmp_path, "llama", tied=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=named):
+        describe_hf(tmp_path)
+
+
+def test_a_folder_without_a_config_or_with_a_broken_one_gives_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        describe_hf(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        describe_hf(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "lla')
+    with pytest.raises(CheckpointError, match="not a model configuration"):
+        describe_hf(tmp_path)
+
+
+def test_older_spellings_of_rope_and_defaults_are_understood(tmp_path: Path) -> None:
+    save_hf_model(tmp_path, "llama", tied=True)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["rope_parameters"], fields["head_dim"]
+    path.write_text(json.dumps(fields | {"rope_theta": 5000.0, "rope_scaling": None}))
+    check_config_matches(tmp_path, transformer_config("llama"), facts())
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_the_flags_for_a_checkpoint_make_megatron_build_that_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rope = {"rope_parameters": LLAMA3, "max_position_embeddings": 16384} if name == "llama" else {}
+    changes = {"norm_topk_prob": False} if name == "qwen3_moe" else {}
+    save_hf_model(tmp_path, name, tied=name != "qwen3", **rope, **changes)
+    transformer_config(name)  # makes Megatron importable
+    from megatron.training import arguments
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    extra = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-4", "--seq-length", "64"]
+    extra += ["--transformer-impl", "local", "--no-rope-fusion", "--no-gradient-accumulation-fusion"]
+    extra += ["--no-persist-layer-norm", "--no-masked-softmax-fusion"]
+    monkeypatch.setattr("sys.argv", ["train", *megatron_flags_for(tmp_path), *extra])
+    args = arguments.parse_args()
+    arguments.validate_args(args)
+    check_config_matches(tmp_path, core_transformer_config_from_args(args), ModelFacts.from_args(args, args.vocab_size))
+    assert args.padded_vocab_size == 128
+    assert args.hidden_dropout == args.attention_dropout == 0.0
+
+
+def test_the_padded_vocabulary_grows_with_tensor_parallelism(tmp_path: Path) -> None:
+    save_hf_model(tmp_path, "llama", tied=True)
+    flags = megatron_flags_for(tmp_path, tensor_model_parallel_size=2)
+    assert flags[-2:] == ["--padded-vocab-size", "256"]
+
+
+def test_the_engines_folder_holds_config_and_tokenizer_and_nothing_else(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"):
+        (tokenizer / name).write_text("{}")
+    target = tmp_path / "engine"
+    write_engine_model_dir(target, transformer_config("llama"), facts(), tokenizer, dtype=torch.float32)
+    assert {p.name for p in target.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    with pytest.raises(CheckpointError, match="no Hugging Face tokenizer"):
+        write_engine_model_dir(target, transformer_config("llama"), facts(), tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("factor", [None, 32.0])
+def test_rotary_frequencies_are_those_of_transformers(factor: float | None, tmp_path: Path) -> None:
+    changes = {"rope_parameters": LLAMA3, "max_position_embeddings": 16384} if factor else {}
+    model = save_hf_model(tmp_path, "llama", tied=True, head_dim=64, **changes)
+    expected = model.model.rotary_emb.inv_freq.double()
+    torch.testing.assert_close(rotary_frequencies(describe_hf(tmp_path)), expected, rtol=1e-6, atol=0)
+
+
+def test_a_built_model_with_another_scaling_factor_is_refused(megatron_groups: Any) -> None:
+    config = transformer_config("llama", kv_channels=64)
+    right = describe_megatron(config, facts(rope_scaling_factor=32.0))
+    check_rotary(gpt_models(config, tied=True, rope={"rope_scaling": True, "rope_scaling_factor": 32.0}), right)
+    for rope in ({"rope_scaling": True}, {}):
+        with pytest.raises(CheckpointError, match="--rope-scaling-factor"):
+            check_rotary(gpt_models(config, tied=True, rope=rope), right)

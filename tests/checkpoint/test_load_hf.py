@@ -1,0 +1,127 @@
+"""Loading a checkpoint: bad input is named before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
+from megatron_vcpo.sync.naming import ModelShape, family_by_name
+from tests.oracle.tiny_models import VOCAB, gpt_models, save_hf_model, transformer_config
+
+
+def load(folder: Path, *, tied: bool = True, name: str = "llama", **changes: Any) -> Any:
+    """Load into a fresh model; returns it. On failure its parameters must be untouched."""
+    config = transformer_config(name, **changes)
+    chunks = gpt_models(config, tied=tied)
+    shape = ModelShape.from_megatron(config, vocab_size=VOCAB, padded_vocab_size=128, tied_embeddings=tied)
+    before = {key: p.clone() for key, p in chunks[0].named_parameters()}
+    try:
+        load_hf_checkpoint(chunks, family_by_name(name), shape, folder)
+    except CheckpointError:
+        assert all(torch.equal(p, before[key]) for key, p in chunks[0].named_parameters())
+        raise
+    return chunks[0]
+
+
+def edit(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors; '__' in a name stands for '.'."""
+    path = folder / "model.safetensors"
+    state: dict[str, Any] = load_file(path) | {key.replace("__", "."): tensor for key, tensor in tensors.items()}
+    save_file({key: tensor for key, tensor in state.items() if tensor is not None}, path)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, megatron_groups: Any) -> Path:
+    save_hf_model(tmp_path, "llama", tied=True)
+    return tmp_path
+
+
+def test_missing_folder_and_missing_files_give_one_sentence(tmp_path: Path, megatron_groups: Any) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        load(tmp_path)
+
+
+def test_a_truncated_file_is_named(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file"):
+        load(checkpoint)
+
+
+def test_missing_unknown_and_misshapen_tensors_are_all_listed(checkpoint: Path) -> None:
+    edit(
+        checkpoint,
+        model__norm__weight=None,
+        model__layers__0__self_attn__q_proj__bias=torch.zeros(32),
+        model__layers__1__mlp__up_proj__weight=torch.zeros(40, 32),
+        model__layers__1__mlp__down_proj__weight=torch.zeros(32, 48, dtype=torch.int8),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(checkpoint)
+    message = str(caught.value)
+    assert "lacks model.norm.weight" in message
+    assert "also holds model.layers.0.self_attn.q_proj.bias" in message
+    assert "up_proj.weight is (40, 32), the model needs (48, 32)" in message
+    assert "down_proj.weight is not stored as floating point" in message
+
+
+def test_a_model_of_another_family_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"q_norm\.weight"):
+        load(checkpoint, name="qwen3")
+
+
+def test_an_output_layer_stored_beside_tied_embeddings_has_to_be_equal(checkpoint: Path) -> None:
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    edit(checkpoint, lm_head__weight=embedding.clone())
+    load(checkpoint)
+    edit(checkpoint, lm_head__weight=embedding + 1)
+    with pytest.raises(CheckpointError, match="--untie-embeddings-and-output-weights"):
+        load(checkpoint)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(checkpoint: Path) -> None:
+    edit(checkpoint, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
+    load(checkpoint)
+
+
+def test_types_are_converted_and_values_beyond_the_type_are_refused(checkpoint: Path) -> None:
+    half = torch.float16
+    model = load(checkpoint, params_dtype=half)
+    saved = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.embedding.word_embeddings.weight[:VOCAB], saved.to(half))
+    edit(checkpoint, model__layers__1__mlp__down_proj__weight=torch.full((32, 48), 1e5))
+    config = transformer_config("llama", params_dtype=half)
+    shape = ModelShape.from_megatron(config, vocab_size=VOCAB, padded_vocab_size=128, tied_embeddings=True)
+    with pytest.raises(
+        CheckpointError, match=r"linear_fc2\.weight, loaded as torch\.float16"
+    ):
+        load_hf_checkpoint(gpt_models(config, tied=True), family_by_name("llama"), shape, checkpoint)
+
+
+def test_an_index_that_disagrees_with_its_files_is_refused(checkpoint: Path) -> None:
+    hf = save_hf_model(checkpoint, "llama", tied=True)
+    sharded = checkpoint / "sharded"
+    hf.save_pretrained(sharded, max_shard_size="20KB")
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    file = sharded / content["weight_map"]["model.norm.weight"]
+    file.rename(checkpoint / "moved")
+    with pytest.raises(CheckpointError, match=rf"{file.name} is named by .* but does not exist"):
+        load(sharded)
+    (checkpoint / "moved").rename(file)
+    del content["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"disagree about model\.norm\.weight"):
+        load(sharded)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="not a safetensors index"):
+        load(sharded)

@@ -1,0 +1,39 @@
+"""A model with Transformer Engine's parameter names, which needs no GPU: names and shapes are all that sync/ reads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+# Local layer spec -> Transformer Engine, as its layers name their parameters.
+_RENAMED = (
+    (r"\.input_layernorm\.weight$", ".self_attention.linear_qkv.layer_norm_weight"),
+    (r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".mlp.experts.\2.weight\1"),
+)
+_DENSE_NORM = (r"\.pre_mlp_layernorm\.weight$", ".mlp.linear_fc1.layer_norm_weight")
+
+
+def transformer_engine_twin(model: Any) -> torch.nn.Module:
+    """A module tree that holds `model`'s parameters under Transformer Engine's names."""
+    twin = torch.nn.Module()
+    for name, parameter in model.named_parameters():
+        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+        rules = list(_RENAMED)
+        if layer and not hasattr(model.decoder.layers[int(layer[1])].mlp, "router"):
+            rules.append(_DENSE_NORM)  # before experts the norm stays a module of its own
+        for pattern, replacement in rules:
+            name = re.sub(pattern, replacement, name)
+        *path, leaf = name.split(".")
+        module = twin
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(leaf, parameter)
+    layers = [module for _, module in sorted(twin.decoder.layers.named_children(), key=lambda item: int(item[0]))]
+    for layer_module, original in zip(layers, model.decoder.layers):
+        layer_module.layer_number = original.layer_number
+    twin.decoder.layers = torch.nn.ModuleList(layers)
+    return twin
