@@ -19,7 +19,7 @@ from megatron_vcpo.checkpoint.hf_config import (
     write_engine_model_dir,
 )
 from megatron_vcpo.checkpoint.rotary import check_rotary, rotary_frequencies
-from tests.oracle.tiny_models import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
+from tests.oracle.model_pairs import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
 from megatron_vcpo.sync.naming import ModelShape, family_by_name
-from tests.oracle.tiny_models import VOCAB, gpt_models, save_hf_model, transformer_config
+from tests.oracle.model_pairs import VOCAB, gpt_models, save_hf_model, transformer_config
 
 
 def load(folder: Path, *, tied: bool = True, name: str = "llama", **changes: Any) -> Any:

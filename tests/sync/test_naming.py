@@ -22,8 +22,8 @@ from megatron_vcpo.sync.naming import (
     import_shard,
     shard_shape,
 )
+from tests.oracle.model_pairs import FAMILY_NAMES, VOCAB, gpt_models, transformer_config
 from tests.oracle.te_names import transformer_engine_twin
-from tests.oracle.tiny_models import FAMILY_NAMES, VOCAB, gpt_models, transformer_config
 
 
 def shape_of(**changes: Any) -> ModelShape:

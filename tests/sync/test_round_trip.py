@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
 from megatron_vcpo.sync.gather import WeightGatherer
 from megatron_vcpo.sync.naming import ModelShape, family_by_name
-from tests.oracle.tiny_models import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
+from tests.oracle.model_pairs import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 
 def build(name: str, *, tied: bool, rope: dict[str, Any] | None = None, **changes: Any) -> tuple[list[Any], ModelShape]:

@@ -1,0 +1,114 @@
+"""publish(): all weights arrive, or an error says which did not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_vcpo.config import SyncConfig
+from megatron_vcpo.rollout.engine import EngineError
+from megatron_vcpo.sync.errors import SyncError
+from megatron_vcpo.sync.naming import ModelShape, family_by_name
+from megatron_vcpo.sync.synchronizer import WeightSynchronizer, is_finite
+from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
+
+
+class RecordingEngine:
+    """Keeps copies of what it is given; may fail at one tensor, or stop reading early."""
+
+    def __init__(self, *, fail_at: str | None = None, read_only: int | None = None) -> None:
+        self.version: int | None = None
+        self.weights: dict[str, torch.Tensor] = {}
+        self.fail_at, self.read_only = fail_at, read_only
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        self.version = None
+        for name, tensor in itertools.islice(weights, self.read_only):
+            if name == self.fail_at:
+                raise EngineError("no room")
+            self.weights[name] = tensor.clone()
+        self.version = version
+
+
+def build(engine: RecordingEngine, groups: Any, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    config = transformer_config("llama")
+    chunks = gpt_models(config, tied=False)
+    shape = ModelShape.from_megatron(config, vocab_size=VOCAB, padded_vocab_size=128, tied_embeddings=False)
+    family = family_by_name("llama")
+    synchronizer = WeightSynchronizer(chunks, family, shape, groups, engine, SyncConfig(), dtype=dtype)  # type: ignore[arg-type]
+    return chunks[0], synchronizer
+
+
+def test_the_report_counts_what_the_engine_received(megatron_groups: Any) -> None:
+    engine = RecordingEngine()
+    _, synchronizer = build(engine, megatron_groups)
+    report = synchronizer.publish(5)
+    assert list(engine.weights) == synchronizer.gatherer.names
+    assert report.tensors == len(engine.weights)
+    assert report.bytes == sum(t.nbytes for t in engine.weights.values()) == synchronizer.gatherer.nbytes
+    assert report.version == engine.version == 5
+    assert report.seconds > 0
+
+
+def test_many_publications_of_the_same_weights_change_nothing(megatron_groups: Any) -> None:
+    engine = RecordingEngine()
+    _, synchronizer = build(engine, megatron_groups)
+    synchronizer.publish(0)
+    first = dict(engine.weights)
+    for version in range(1, 50):
+        synchronizer.publish(version)
+    assert all(torch.equal(engine.weights[n], first[n]) for n in first)
+
+
+def test_an_engine_that_fails_is_reported_with_the_tensor_it_failed_at(megatron_groups: Any) -> None:
+    engine = RecordingEngine(fail_at="model.norm.weight")
+    _, synchronizer = build(engine, megatron_groups)
+    with pytest.raises(SyncError, match=r"given model\.norm\.weight: EngineError: no room") as caught:
+        synchronizer.publish(1)
+    assert isinstance(caught.value.__cause__, EngineError)
+    assert engine.version is None
+
+
+@pytest.mark.parametrize("read", [0, 3, 20])
+def test_an_engine_that_stops_reading_is_an_error_that_lists_the_rest(read: int, megatron_groups: Any) -> None:
+    engine = RecordingEngine(read_only=read)
+    _, synchronizer = build(engine, megatron_groups)
+    with pytest.raises(SyncError, match=r"left weights unread: .*lm_head\.weight"):
+        synchronizer.publish(1)
+    assert engine.version is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(value: float, megatron_groups: Any) -> None:
+    engine = RecordingEngine()
+    model, synchronizer = build(engine, megatron_groups)
+    with torch.no_grad():
+        model.decoder.layers[1].mlp.linear_fc1.weight[-1, 3] = value
+    with pytest.raises(SyncError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds"):
+        synchronizer.publish(1)
+    assert engine.version is None
+    assert "model.layers.1.mlp.up_proj.weight" not in engine.weights
+    assert "model.layers.1.mlp.gate_proj.weight" in engine.weights
+
+
+def test_values_beyond_half_precision_are_refused_by_name(megatron_groups: Any) -> None:
+    model, synchronizer = build(RecordingEngine(), megatron_groups, dtype=torch.float16)
+    synchronizer.publish(1)
+    with torch.no_grad():
+        model.decoder.layers[0].self_attention.linear_proj.weight[0, :2] = 7e4
+    with pytest.raises(SyncError, match=r"layers\.0\.self_attn\.o_proj\.weight: 2 values are outside .*float16"):
+        synchronizer.publish(2)
+
+
+def test_large_finite_values_are_accepted() -> None:
+    huge = torch.full((1000,), torch.finfo(torch.float32).max)
+    assert is_finite(huge)
+    assert is_finite(torch.full((1000,), 65504.0, dtype=torch.float16))
+    assert is_finite(torch.empty(0))
+    huge[500] = float("inf")
+    assert not is_finite(huge)
+    assert not is_finite(torch.tensor([float("inf"), float("-inf")]))
