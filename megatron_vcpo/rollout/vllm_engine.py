@@ -60,9 +60,16 @@ class VLLMEngine:
             raise EngineError(f"The engine's model folder {settings.model_dir} has no config.json; check the path.")
         self._turn = EngineTurn(_VARIABLES)
         self._llm: Any = None
-        with self._turn, self._as_engine_error(f"vLLM could not start with {settings.model_dir}"):
-            self._llm = _build(settings)
-            self._loader = WeightLoader(self._llm)
+        self._cache_may_hold_nan = False
+        # vLLM creates the default process group where there is none; then it is ours to destroy.
+        self._owns_process_group = not torch.distributed.is_initialized()
+        try:
+            with self._turn, self._as_engine_error(f"vLLM could not start with {settings.model_dir}"):
+                self._llm = _build(settings)
+                self._loader = WeightLoader(self._llm)
+        except EngineError:
+            self.shutdown()
+            raise
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -72,6 +79,9 @@ class VLLMEngine:
         self.version = None
         with self._turn:
             self._loader.load(weights)
+            if self._cache_may_hold_nan:
+                llm.collective_rpc(_zero_cache)
+                self._cache_may_hold_nan = False
             if not llm.reset_prefix_cache():
                 raise EngineError("vLLM could not reset its prefix cache after a weight update: a request is running.")
         self.version = version
@@ -106,7 +116,8 @@ class VLLMEngine:
             outputs = llm.generate(prompts, params, use_tqdm=_progress_bar if progress else False)
         if len(outputs) != len(requests):
             raise EngineError(f"vLLM returned {len(outputs)} responses to {len(requests)} requests.")
-        return [_result(number, output) for number, output in enumerate(outputs)]
+        with self._guarding_cache():
+            return [_result(number, output) for number, output in enumerate(outputs)]
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
         """See `RolloutEngine.score`. The prefix cache is not read: it holds no log-probs."""
@@ -138,17 +149,24 @@ class VLLMEngine:
         with self._turn, self._as_engine_error("vLLM failed while scoring"):
             outputs = llm.generate(prompts, params, use_tqdm=False) if prompts else []
         scores = [np.zeros(0, np.float32) for _ in sequences]
-        for i, output in zip(wanted, outputs, strict=True):
-            scores[i] = _scores(f"sequence {i}", output, [int(t) for t in sequences[i]], prompt_lengths[i])
+        with self._guarding_cache():
+            for i, output in zip(wanted, outputs, strict=True):
+                scores[i] = _scores(f"sequence {i}", output, [int(t) for t in sequences[i]], prompt_lengths[i])
         return scores
 
     def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`."""
         self.version = None
         llm, self._llm = self._llm, None
-        if llm is not None:
-            with self._turn:
+        owns, self._owns_process_group = self._owns_process_group, False
+        with self._turn:
+            if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
+            if owns and torch.distributed.is_initialized():
+                from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+                destroy_model_parallel()
+                destroy_distributed_environment()
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -165,6 +183,17 @@ class VLLMEngine:
                     f"Request {number} has {length} prompt tokens and may take {max_tokens} more; the engine needs at "
                     f"least 1 prompt token and holds {self._settings.max_model_len} in all."
                 )
+
+    @contextlib.contextmanager
+    def _guarding_cache(self) -> Iterator[None]:
+        """Log-probs that are not finite mean NaN in the key-value cache, and a kernel that masks an unused slot by
+        multiplying with 0 spreads it to later requests, whatever the weights: the cache is zeroed at the next update.
+        """
+        try:
+            yield
+        except EngineError:
+            self._cache_may_hold_nan = True
+            raise
 
     @contextlib.contextmanager
     def _as_engine_error(self, what: str) -> Iterator[None]:
@@ -184,6 +213,11 @@ def _progress_bar(*args: Any, **kwargs: Any) -> tqdm:
     return tqdm(*args, **kwargs | {"desc": "Generating", "leave": False})
 
 
+def _zero_cache(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
+
+
 def _first_sentence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:500] or "no message"
@@ -193,8 +227,7 @@ def _build(settings: VLLMSettings) -> Any:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world = torch.distributed.get_world_size() if distributed else 1
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if world % settings.tensor_parallel_size != 0:
         raise EngineError(
             f"An engine of {settings.tensor_parallel_size} tensor-parallel ranks cannot be cut out of {world} "

@@ -1,128 +1,88 @@
-"""Tiny random models for the tests of sync/ and checkpoint/: transformers' own, and Megatron's of the same size."""
+"""Small Hugging Face checkpoints with a character tokenizer, and the log-probs transformers gives for them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from patches import megatron_cpu
+PAD, EOS, UNK = 0, 1, 2
+_COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # vLLM's CPU attention takes no less
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    "initializer_range": 0.1,  # larger than usual: log-probs then depend on every weight
+}
 
-HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN, MOE_FFN, EXPERTS = 32, 2, 4, 2, 8, 48, 24, 4
-VOCAB = 101  # odd: Megatron pads it
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable ASCII character or newline, 99 in all."""
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, "<unk>": UNK}
+    for character in [*(chr(code) for code in range(32, 127)), "\n"]:
+        vocabulary[character] = len(vocabulary)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
-def save_hf_model(folder: Path, name: str, *, tied: bool, seed: int = 0, **changes: Any) -> Any:
-    """Save a random transformers model of the family to `folder`; returns it."""
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
-        "intermediate_size": FFN,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": tied,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5000.0,
-    }
-    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[name]
-    if name != "qwen2":
-        sizes["head_dim"] = HEAD_DIM
-    if name == "qwen3_moe":
-        sizes |= {
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": MOE_FFN,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [0],
-        }
+def build(kind: str, seed: int) -> torch.nn.Module:
+    """A random fp32 model: 'llama' (vocabulary of 99, padded by vLLM), 'llama-tied' or 'moe'."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{prefix}Config")(**(sizes | changes))
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at one and biases at zero: a wrong one would not show
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
-    return model
-
-
-def transformer_config(name: str, **changes: Any) -> Any:
-    """Megatron's TransformerConfig of the same sizes, local layer spec, on the CPU."""
-    megatron_cpu.install()
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    megatron_cpu.patch_megatron()
-    fields: dict[str, Any] = {
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "num_query_groups": GROUPS,
-        "kv_channels": HEAD_DIM,
-        "ffn_hidden_size": FFN,
-        "layernorm_epsilon": 1e-5,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": name == "qwen2",
-        "qk_layernorm": name in ("qwen3", "qwen3_moe"),
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
-        "gradient_accumulation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
-        "bias_activation_fusion": False,
-    }
-    if name == "qwen3_moe":
-        fields |= {
-            "num_moe_experts": EXPERTS,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": MOE_FFN,
-            "moe_layer_freq": [0, 1],
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-        }
-    return TransformerConfig(**(fields | changes))
-
-
-def gpt_models(config: Any, *, tied: bool, padded_vocab: int = 128, rope: dict[str, Any] | None = None) -> list[Any]:
-    """This rank's GPTModels, one for each virtual pipeline stage. Needs initialised parallel state."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-
-    stages = config.virtual_pipeline_model_parallel_size
-    chunks = []
-    for stage in range(stages) if stages else (None,):
-        if config.num_moe_experts:
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
-        else:
-            spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        ends = {"ignore_virtual": False, "vp_stage": stage}
-        chunks.append(
-            GPTModel(
-                config=config,
-                transformer_layer_spec=spec,
-                vocab_size=padded_vocab,
-                max_sequence_length=128,
-                pre_process=parallel_state.is_pipeline_first_stage(**ends),
-                post_process=parallel_state.is_pipeline_last_stage(**ends),
-                share_embeddings_and_output_weights=tied,
-                position_embedding_type="rope",
-                rotary_base=5000,
-                vp_stage=stage,
-                **(rope or {}),
-            ).eval()
+    if kind == "moe":
+        config = Qwen3MoeConfig(
+            vocab_size=128,
+            intermediate_size=128,
+            moe_intermediate_size=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            tie_word_embeddings=False,
+            **_COMMON,
         )
-    return chunks
+        return Qwen3MoeForCausalLM(config).eval()
+    config = LlamaConfig(vocab_size=99, intermediate_size=128, tie_word_embeddings=kind == "llama-tied", **_COMMON)
+    return LlamaForCausalLM(config).eval()
+
+
+def save(kind: str, seed: int, folder: Path) -> Path:
+    """Write such a model and its tokenizer to `folder`."""
+    build(kind, seed).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The saved model in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module, ids: list[int], start: int, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of ids[start:] given what stands before each, [len(ids) - start]."""
+    logits = model(torch.tensor([ids])).logits[0, start - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[start:])[:, None])[:, 0].numpy()

@@ -1,0 +1,60 @@
+"""The two silent faults of vLLM's CPU weight reload: each patch works, and is still needed.
+
+A test of the second kind that fails means that vLLM has been repaired: remove the patch and its tests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from patches import vllm_cpu_moe_reload, vllm_cpu_tied_head
+from tests.oracle import tiny_models
+
+pytestmark = pytest.mark.engine
+
+SEQUENCE = [5 + 7 * i % 90 for i in range(60)]
+
+
+@pytest.fixture(scope="module", params=["moe", "llama-tied"])
+def setup(request, tmp_path_factory):
+    """An engine of each kind that has taken the first of two sets of weights, with the patches in force."""
+    folder = tmp_path_factory.mktemp(request.param)
+    for seed in (0, 1):
+        tiny_models.save(request.param, seed, folder / str(seed))
+    engine = VLLMEngine(
+        VLLMSettings(model_dir=str(folder / "0"), dtype="float32", max_model_len=128, kv_cache_bytes=64 << 20)
+    )
+    yield request.param, engine, folder
+    engine.shutdown()
+
+
+def difference_after_update(engine: VLLMEngine, folder, which: int) -> float:
+    engine.update_weights(iter(load_file(folder / str(which) / "model.safetensors").items()), which)
+    expected = tiny_models.logprobs(tiny_models.load(folder / str(which)), SEQUENCE, 1)
+    return float(np.abs(engine.score([SEQUENCE], [1])[0] - expected).max())
+
+
+def test_patched_engine_takes_each_of_three_updates(setup):
+    _, engine, folder = setup
+    assert [difference_after_update(engine, folder, which) < 1e-4 for which in (0, 1, 0)] == [True] * 3
+
+
+def test_experts_are_still_stale_without_the_patch(setup, monkeypatch):
+    kind, engine, folder = setup
+    if kind != "moe":
+        pytest.skip("a fault of expert layers")
+    assert difference_after_update(engine, folder, 0) < 1e-4
+    monkeypatch.setattr(vllm_cpu_moe_reload, "forget_packed_experts", lambda model: 0)
+    assert difference_after_update(engine, folder, 1) > 0.1
+
+
+def test_tied_head_is_still_stale_without_the_patch(setup, monkeypatch):
+    kind, engine, folder = setup
+    if kind != "llama-tied":
+        pytest.skip("a fault of tied output layers")
+    assert difference_after_update(engine, folder, 0) < 1e-4
+    monkeypatch.setattr(vllm_cpu_tied_head, "repack_tied_heads", lambda model: 0)
+    assert difference_after_update(engine, folder, 1) > 0.1
