@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vcpo.sync.gather import WeightGatherer
 from megatron_vcpo.sync.naming import ModelShape, family_by_name
 from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
-
-
-class StagingMeter(TorchDispatchMode):
-    """Counts bytes of storages created inside it that are still alive, and their peak."""
-
-    def __init__(self, existing: Iterator[torch.Tensor]) -> None:
-        super().__init__()
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in existing}
-        self.alive: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self._watch(tensor.untyped_storage())
-        return result
-
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        key = storage.data_ptr()
-        if key in self._known or key in self.alive:
-            return
-        self.alive[key] = storage.nbytes()
-        weakref.finalize(storage, self.alive.pop, key, None)
-        self.peak = max(self.peak, sum(self.alive.values()))
+from tests.oracle.staging_meter import StagingMeter
 
 
 def gatherer_of(name: str, megatron_groups: Any, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

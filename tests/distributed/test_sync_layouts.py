@@ -1,0 +1,47 @@
+"""Load and stream under tensor, pipeline, virtual pipeline and expert parallelism; one launch for all layouts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.oracle.model_pairs import VOCAB, save_hf_model
+
+_WORKER = Path(__file__).with_name("sync_worker.py")
+_ROOT = Path(__file__).parents[2]
+
+
+def write_checkpoint(root: Path, folder: str, *, tied: bool, **changes: int) -> None:
+    """A checkpoint with the logits that transformers computes from it."""
+    target = root / f"{folder}-{'tied' if tied else 'untied'}"
+    model = save_hf_model(target, folder.split("-")[0], tied=tied, **changes)
+    tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    save_file({"tokens": tokens, "logits": logits.contiguous()}, target / "probe.safetensors")
+
+
+@pytest.mark.distributed
+def test_every_layout_computes_the_same_and_streams_the_checkpoint_back(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", tied=True)
+    write_checkpoint(tmp_path, "qwen2", tied=False)
+    write_checkpoint(tmp_path, "llama-one_group", tied=False, num_key_value_heads=1)
+    write_checkpoint(tmp_path, "qwen3-four_layers", tied=True, num_hidden_layers=4)
+    write_checkpoint(tmp_path, "qwen3_moe", tied=False)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, str(_WORKER), str(tmp_path)],
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "all layouts passed" in run.stdout, run.stdout[-2000:] + run.stderr[-6000:]
