@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_vcpo.config import ConfigError, PluginConfig, RolloutConfig, SyncConfig, VCPOConfig
-from patches import megatron_cpu
+from patches import megatron_cpu, megatron_help_percent
 
 _GROUPS: dict[str, type] = {"vcpo": VCPOConfig, "rollout": RolloutConfig, "sync": SyncConfig}
 
@@ -68,6 +69,7 @@ def add_vcpo_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.set_defaults(**_MEGATRON_DEFAULTS)
     if megatron_cpu.active():
         parser.set_defaults(**_CPU_DEFAULTS)
+    megatron_help_percent.apply(parser)
     return parser
 
 
@@ -91,8 +93,6 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
     config.validate()
     rollout = config.rollout
     _require_megatron_flags(args)
-    if args.use_dist_ckpt_deprecated if hasattr(args, "use_dist_ckpt_deprecated") else False:
-        raise ConfigError("--use-dist-ckpt is deprecated in Megatron; drop it.")
     trajectories = rollout.prompts_per_step * rollout.responses_per_prompt
     if args.global_batch_size is None:
         args.global_batch_size = trajectories
@@ -225,25 +225,47 @@ def _require_writable(folder: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {folder}: the folder is not writable.")
 
 
-def parse() -> tuple[argparse.Namespace, PluginConfig]:
-    """Parse the command line, check it, hand it to Megatron's own checks and make it Megatron's global arguments.
+def parse(adjust: Callable[[PluginConfig], None] | None = None) -> tuple[argparse.Namespace, PluginConfig]:
+    """Parse the command line and make the checks that are the plugin's own.
+
+    Args:
+        adjust: changes the settings before they are checked.
 
     Raises:
-        ConfigError: anything that cannot work, Megatron's assertions included.
+        ConfigError: anything that cannot work.
     """
-    from megatron.training.arguments import parse_args, validate_args
-    from megatron.training.global_vars import set_global_variables
+    from megatron.training.arguments import parse_args
 
     args = parse_args(extra_args_provider=add_vcpo_args)
     config = plugin_config_from_args(args)
+    if adjust is not None:
+        adjust(config)
+    if config.vcpo.dry_run and config.vcpo.dry_run_processes is not None:
+        args.world_size = config.vcpo.dry_run_processes
     resolve(args, config)
+    return args, config
+
+
+def finish(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> None:
+    """Run Megatron's own checks and make the arguments its global ones (not in a dry run).
+
+    Raises:
+        ConfigError: Megatron refuses the flags; its words are in the message.
+    """
+    from megatron.training.arguments import validate_args
+    from megatron.training.global_vars import set_global_variables
+
+    args.vocab_size = vocab_size
+    if args.padded_vocab_size is None:
+        # Megatron would pad the tokenizer's vocabulary, which may be smaller than the checkpoint's embedding.
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-vocab_size // multiple) * multiple
+    if args.tokenizer_type is None:
+        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", config.rollout.tokenizer
     try:
         validate_args(args, {})
     except AssertionError as error:
-        raise ConfigError(
-            f"Megatron refuses these flags: {error or 'an assertion without a message failed'}."
-        ) from error
+        raise ConfigError(f"Megatron refuses these flags: {error or 'an assertion without a message'}.") from error
     args.variable_seq_lengths = True  # validate_args sets it to False, and there is no flag
     if not config.vcpo.dry_run:
         set_global_variables(args)
-    return args, config

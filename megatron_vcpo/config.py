@@ -108,6 +108,9 @@ class VCPOConfig:
     dry_run: bool = False
     """Check every flag, print the resolved configuration, rank map and memory estimate, start nothing, exit 0."""
 
+    dry_run_processes: int | None = None
+    """Processes that the dry run checks for. Default: those of this launch."""
+
     def validate(self) -> None:
         """Raise ConfigError on the first setting that cannot work."""
         if self.ess_reference != "auto":

@@ -17,13 +17,19 @@ from torch import nn
 
 from megatron_vcpo.api import guard_optimizer, packing_settings
 from megatron_vcpo.config import PluginConfig
-from megatron_vcpo.flow import RolloutFlow, build_flow
+from megatron_vcpo.flow import BaseFlow
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
 from megatron_vcpo.mcore.reference import ReferencePolicy
+from megatron_vcpo.model import model_description, padded_vocab_size
 from megatron_vcpo.optim import EssParamScheduler, EssSettings
-from megatron_vcpo.resume import load_flow_state, load_reference, reference_path, save_reference
+from megatron_vcpo.preflight import Inputs
+from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
 from patches import cpu_packed_attention
+
+
+CPU = torch.device("cpu")
+FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
 
 
 class TrajectoryFeed:
@@ -51,13 +57,15 @@ class TrajectoryFeed:
 class MegatronPlugin:
     """VCPO inside `megatron.training.pretrain()`."""
 
-    def __init__(self, args: argparse.Namespace, config: PluginConfig) -> None:
-        """Args: Megatron's parsed and checked arguments, and the plugin's."""
+    def __init__(self, args: argparse.Namespace, config: PluginConfig, inputs: Inputs, flow: FlowFactory) -> None:
+        """Args: Megatron's checked arguments, the plugin's, what the preflight opened, and what makes minibatches."""
         self.args = args
         self.config = config
+        self.inputs = inputs
         self.feeds: list[TrajectoryFeed] = []
         self.step: PolicyStep | None = None
-        self.flow: RolloutFlow | None = None
+        self.flow: BaseFlow | None = None
+        self._flow_factory = flow
         self._saved_state: dict[str, Any] | None = None
         self._train_step: Callable[..., Any] | None = None
 
@@ -102,11 +110,14 @@ class MegatronPlugin:
         self.step.finalize(model)
 
     def _load_hf(self, model_chunks: list[nn.Module]) -> list[nn.Module]:
-        from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
-        from megatron_vcpo.flow import family_and_shape, model_groups
+        from megatron.core.process_groups_config import ProcessGroupCollection
 
-        family, shape = family_and_shape(self.args, self.config, model_chunks)
-        load_hf_checkpoint(model_chunks, family, shape, str(self.config.vcpo.load_hf), model_groups())
+        from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
+
+        description = model_description(self.args, self.config, self.inputs, model_chunks)
+        shape = description.shape(padded_vocab_size(model_chunks, description.tied_embeddings))
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        load_hf_checkpoint(model_chunks, description.family, shape, str(self.config.vcpo.load_hf), groups)
         return model_chunks
 
     # ------------------------------------------------------------------ one iteration
@@ -130,29 +141,31 @@ class MegatronPlugin:
             count = self.step.num_micro_batches
             # Megatron's own calculator stays at the nominal number: train() asserts that it never falls.
             call["forward_backward_func"] = lambda **options: schedule(**{**options, "num_microbatches": count})
-            result, success, grad_norm = None, False, None
+            success, grad_norm = False, None
             try:
                 result = self._train_step(*bound.args, **bound.kwargs)
                 success, grad_norm = not result[1], result[5]
             finally:
                 metrics = self.step.end(success=success, grad_norm=grad_norm)
-        self.flow.after_step(metrics, success=success)
+        self.flow.after_step(metrics, batch=batch, success=success, model=model)
         return result
 
     def _start(self, model: list[Any], optimizer: Any, scheduler: EssParamScheduler) -> None:
         from megatron.core.utils import get_model_config
-        from megatron.training.utils import unwrap_model
 
         if not isinstance(scheduler, EssParamScheduler):
             raise TypeError(
                 f"The scheduler is a {type(scheduler).__name__}, not an EssParamScheduler: install() came too late."
             )
-        chunks = unwrap_model(model)
-        self.flow = build_flow(self.args, self.config, model=model, optimizer=optimizer)
+        self.flow = self._flow_factory(self.args, self.config, self.inputs)
+        if self._saved_state is not None:
+            self.flow.load_state_dict(self._saved_state)
+            self._saved_state = None
+        self.flow.start(model=model, optimizer=optimizer)
         self.step = PolicyStep(
             self.config.vcpo,
             StepSettings(
-                vocab_size=self.flow.vocab_size,
+                vocab_size=self.inputs.vocab_size,
                 temperature=self.config.rollout.temperature,
                 max_response_length=self.config.rollout.max_response_length,
                 packing=packing_settings(get_model_config(model[0]), self.flow.groups, self.token_budget),
@@ -161,20 +174,15 @@ class MegatronPlugin:
             ),
             groups=self.flow.groups,
             scheduler=scheduler,
-            device=torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu"),
+            device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU,
         )
         guard_optimizer(optimizer, self.step)
         if self.config.vcpo.kl_coefficient > 0.0:
-            self.step.reference = ReferencePolicy(chunks)
+            self.step.reference = ReferencePolicy(model)
             if self.args.iteration > 0:
                 load_reference(self.step.reference, reference_path(self.args))
             elif self.args.save is not None:
                 save_reference(self.step.reference, reference_path(self.args))
-        if self._saved_state is not None:
-            self.flow.load_state_dict(self._saved_state)
-            self._saved_state = None
 
     @property
     def token_budget(self) -> int:
@@ -185,7 +193,7 @@ class MegatronPlugin:
         """The flow's state; all data-parallel ranks hold the same, so the first one's is enough."""
         if self.flow is None:
             return None
-        return self.flow.state_dict() if torch.distributed.get_rank(self.flow.groups.dp) == 0 else None
+        return as_tensors(self.flow.state_dict()) if torch.distributed.get_rank(self.flow.groups.dp) == 0 else None
 
     def close(self) -> None:
         """End the engine, the reward processes and the logs."""

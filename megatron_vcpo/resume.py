@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -38,7 +39,29 @@ def load_flow_state(args: argparse.Namespace) -> dict[str, Any]:
             f"{path} is missing: the checkpoint holds no rollout state, so prompts and buffered trajectories would be "
             "lost; add --finetune to start a new run from its weights."
         )
-    return torch.load(path, map_location="cpu", weights_only=True)["dataloader_state_dict"]
+    return as_arrays(torch.load(path, map_location="cpu", weights_only=True)["dataloader_state_dict"])
+
+
+def as_tensors(state: Any) -> Any:
+    """A state with its numpy arrays as tensors, so that it loads without unpickling code."""
+    if isinstance(state, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(state))
+    if isinstance(state, dict):
+        return {key: as_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [as_tensors(value) for value in state]
+    return state
+
+
+def as_arrays(state: Any) -> Any:
+    """The reverse of `as_tensors`."""
+    if isinstance(state, torch.Tensor):
+        return state.numpy()
+    if isinstance(state, dict):
+        return {key: as_arrays(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [as_arrays(value) for value in state]
+    return state
 
 
 def reference_path(args: argparse.Namespace) -> Path:

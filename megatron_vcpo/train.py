@@ -6,39 +6,63 @@ reward pool spawn processes that import this file again.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_vcpo.config import PluginConfig
+    from megatron_vcpo.flow import BaseFlow
+    from megatron_vcpo.plugin import FlowFactory
+    from megatron_vcpo.preflight import Inputs
 
 
 def main() -> None:
-    """Parse, check, and run Megatron's pretrain() with the plugin; a setting that cannot work exits with code 2."""
+    """Reinforcement learning: Megatron's pretrain() with rollouts."""
+
+    def rollouts(args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> BaseFlow:
+        from megatron_vcpo.rollout_flow import RolloutFlow
+
+        return RolloutFlow(args, config, inputs)
+
+    run(flow=rollouts)
+
+
+def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = None) -> None:
+    """Parse, check, and run Megatron's pretrain() with the plugin; a setting that cannot work exits with code 2.
+
+    Args:
+        flow: makes the source of minibatches.
+        adjust: changes the parsed settings before they are checked.
+    """
     from patches import megatron_cpu
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     megatron_cpu.install()
     megatron_cpu.patch_megatron()
-    from megatron_vcpo.arguments import parse
+    from megatron_vcpo import preflight
+    from megatron_vcpo.arguments import finish, parse
     from megatron_vcpo.config import ConfigError
 
     try:
-        args, config = parse()
+        args, config = parse(adjust)
+        inputs = preflight.check(args, config)
+        finish(args, config, inputs.vocab_size)
     except ConfigError as error:
-        sys.exit(_refusal(error))
+        print(f"megatron_vcpo: {error}", file=sys.stderr)
+        sys.exit(2)
     if config.vcpo.dry_run:
         from megatron_vcpo.dry_run import report
 
         print(report(args, config))
         return
-    _train(args, config)
+    _pretrain(args, config, inputs, flow)
 
 
-def _refusal(error: Exception) -> str:
-    print(f"megatron_vcpo: {error}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def _train(args: object, config: object) -> None:
+def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, flow: FlowFactory) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -47,7 +71,7 @@ def _train(args: object, config: object) -> None:
     from patches import megatron_cpu
 
     megatron_cpu.patch_training()
-    plugin = MegatronPlugin(args, config)  # type: ignore[arg-type]
+    plugin = MegatronPlugin(args, config, inputs, flow)
     plugin.install()
     model_config = gpt_config_from_args(args)
     plugin.configure_model(model_config)

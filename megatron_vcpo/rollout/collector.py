@@ -1,0 +1,166 @@
+"""RolloutCollector: one rollout phase, from prompts to judged trajectories on every rank."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_vcpo.config import RolloutConfig
+from megatron_vcpo.environments.protocol import Prompt
+from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
+from megatron_vcpo.rollout.exchange import exchange_trajectories
+from megatron_vcpo.rollout.rewards import RewardOutcome, RewardPool
+from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
+from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.sync.agreement import raise_together
+
+_SHOWN_ERRORS = 3  # rejected rewards that a phase explains, on each rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """Which engine this process belongs to."""
+
+    index: int = 0
+    count: int = 1
+    leader: bool = True  # hands over what the engine made; the engine's other ranks only help to make it
+
+    @staticmethod
+    def of(rank: int, world_size: int, engine_size: int) -> EnginePlace:
+        """Engines are built from consecutive ranks."""
+        return EnginePlace(
+            index=rank // engine_size, count=world_size // engine_size, leader=rank % engine_size == 0
+        )
+
+    def share(self, items: Sequence[Any]) -> list[Any]:
+        """This engine's consecutive part of a list that all ranks hold."""
+        bounds = np.linspace(0, len(items), self.count + 1).round().astype(int)
+        return list(items[bounds[self.index] : bounds[self.index + 1]])
+
+
+@dataclass(slots=True, kw_only=True)
+class Phase:
+    """What one rollout phase made; the same on every rank, but for the seconds."""
+
+    minibatches: list[list[Trajectory]]  # one for each optimizer step, in the order they are to be trained on
+    rejected: int  # trajectories whose reward failed
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutCollector:
+    """Draws prompts, generates, judges and hands every rank the same trajectories."""
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        sampler: PromptSampler,
+        rewards: RewardPool | None,
+        config: RolloutConfig,
+        place: EnginePlace,
+        device: torch.device,
+    ) -> None:
+        """Args: rewards: of an engine's leader; None on its other ranks. device: where collectives want tensors."""
+        self.engine = engine
+        self.sampler = sampler
+        self.rewards = rewards
+        self.config = config
+        self.place = place
+        self.device = device
+
+    def collect(self, steps: int) -> Phase:
+        """One phase that feeds `steps` optimizer steps; collective over all ranks."""
+        started = time.perf_counter()
+        prompts = self.sampler.draw(self.config.prompts_per_step * steps)
+        local: list[Trajectory] = []
+        failure: Exception | None = None
+        seconds = {"generate": 0.0, "reward": 0.0}
+        try:
+            local, seconds = self._local(self.place.share(prompts), started)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks together: the others wait in the exchange
+            failure = error
+        raise_together(failure)
+        trajectories = exchange_trajectories(local, device=self.device)
+        first = prompts[0].group_id
+        minibatches: list[list[Trajectory]] = [[] for _ in range(steps)]
+        for trajectory in trajectories:
+            minibatches[(trajectory.group_id - first) // self.config.prompts_per_step].append(trajectory)
+        expected = len(prompts) * self.config.responses_per_prompt
+        return Phase(minibatches=minibatches, rejected=expected - len(trajectories), seconds=seconds)
+
+    def _local(self, prompts: list[DrawnPrompt], started: float) -> tuple[list[Trajectory], dict[str, float]]:
+        samples = [(drawn, index) for drawn in prompts for index in range(self.config.responses_per_prompt)]
+        requests = [
+            GenerationRequest(prompt_ids=drawn.ids, seed=response_seed(self.sampler.seed, drawn.group_id, index))
+            for drawn, index in samples
+        ]
+        sampling = Sampling(
+            max_tokens=self.config.max_response_length,
+            temperature=self.config.temperature,
+            stop=tuple(self.config.stop or ()),
+        )
+        results = self.engine.generate(requests, sampling, progress=self._progress)
+        generated = time.perf_counter()
+        if self.rewards is None:
+            return [], {"generate": generated - started, "reward": 0.0}
+        outcomes = judge(self.rewards, [drawn.prompt for drawn, _ in samples], results, self.sampler.tokenizer)
+        trajectories = [
+            self._trajectory(drawn, index, result, outcome)
+            for (drawn, index), result, outcome in zip(samples, results, outcomes)
+            if outcome.reward is not None
+        ]
+        self._explain(samples, outcomes)
+        return trajectories, {"generate": generated - started, "reward": time.perf_counter() - generated}
+
+    @property
+    def _progress(self) -> bool:
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        return first and not self.config.quiet and sys.stderr.isatty()
+
+    def _trajectory(
+        self, drawn: DrawnPrompt, index: int, result: GenerationResult, outcome: RewardOutcome
+    ) -> Trajectory:
+        length = len(result.response_ids)
+        return Trajectory(
+            prompt_ids=np.array(drawn.ids, np.int32),
+            response_ids=result.response_ids,
+            behavior_logprobs=result.logprobs,
+            versions=np.full(length, self.engine.version, np.int32),
+            response_mask=np.ones(length, np.bool_),
+            reward=float(outcome.reward or 0.0),
+            reward_parts=dict(outcome.parts),
+            group_id=drawn.group_id,
+            index=index,
+            truncated=result.truncated,
+            prompt_index=drawn.prompt_index,
+        )
+
+    def _explain(self, samples: list[tuple[DrawnPrompt, int]], outcomes: list[RewardOutcome]) -> None:
+        failed = [(s, o.error) for s, o in zip(samples, outcomes) if o.reward is None]
+        for (drawn, index), error in failed[:_SHOWN_ERRORS]:
+            print(
+                f"megatron_vcpo: rejected group {drawn.group_id} response {index} (prompt {drawn.prompt_index}): {error}",
+                file=sys.stderr,
+            )
+        if len(failed) > _SHOWN_ERRORS:
+            print(f"megatron_vcpo: ... and {len(failed) - _SHOWN_ERRORS} more in this phase", file=sys.stderr)
+
+
+def judge(
+    pool: RewardPool, prompts: Sequence[Prompt], results: Sequence[GenerationResult], tokenizer: Any
+) -> list[RewardOutcome]:
+    """Rewards of responses, in order; the environment sees the text without special tokens."""
+    texts = [tokenizer.decode(result.response_ids.tolist(), skip_special_tokens=True) for result in results]
+    return pool.judge(list(zip(prompts, texts)))
+
+
+def response_seed(seed: int, group_id: int, index: int) -> int:
+    """Seed of one response: a function of the run's seed and its place alone, so that no layout changes it."""
+    return int(np.random.SeedSequence([seed, group_id, index]).generate_state(1, np.uint32)[0] >> 1)

@@ -1,0 +1,103 @@
+"""PromptSampler: which prompt comes next, the same on every rank and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_vcpo.config import ConfigError
+from megatron_vcpo.environments.protocol import Environment, Prompt
+
+_MAX_SKIPPED_IN_A_ROW = 1000  # over-long prompts before the bound itself must be wrong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnPrompt:
+    """A prompt with its place in the run."""
+
+    prompt: Prompt
+    ids: Sequence[int]  # [P]
+    group_id: int  # running number of drawn prompts
+    prompt_index: int  # in the environment
+
+
+class PromptSampler:
+    """Draws prompts in an order fixed by the seed. A finite environment is reshuffled each epoch; none is repeated
+    within one."""
+
+    def __init__(self, environment: Environment, tokenizer: Any, *, seed: int, max_length: int, chat: bool) -> None:
+        """Args:
+        environment: where prompts come from.
+        tokenizer: Hugging Face tokenizer.
+        seed: of the shuffles.
+        max_length: longest prompt, in tokens; longer ones are skipped and counted.
+        chat: wrap a prompt as one user message.
+        """
+        self.environment = environment
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.max_length = max_length
+        self.chat = chat
+        self.skipped = 0  # over-long prompts since the start of the run
+        self._position = 0  # prompts looked at, skipped ones included
+        self._drawn = 0
+        self._epoch = -1
+        self._order = np.zeros(0, np.int64)
+        self._size = len(environment) if hasattr(environment, "__len__") else None
+
+    def draw(self, count: int) -> list[DrawnPrompt]:
+        """The next `count` prompts.
+
+        Raises:
+            ConfigError: hardly any prompt fits the length bound.
+        """
+        out: list[DrawnPrompt] = []
+        in_a_row = 0
+        while len(out) < count:
+            index = self._index(self._position)
+            self._position += 1
+            prompt = self.environment.prompt(index)
+            ids = encode_prompt(self.tokenizer, prompt.text, chat=self.chat)
+            if not 0 < len(ids) <= self.max_length:
+                self.skipped += 1
+                in_a_row += 1
+                if in_a_row >= min(_MAX_SKIPPED_IN_A_ROW, self._size or _MAX_SKIPPED_IN_A_ROW):
+                    raise ConfigError(
+                        f"{in_a_row} prompts in a row are empty or longer than --rollout-max-prompt-length "
+                        f"{self.max_length} (the last has {len(ids)} tokens); raise it."
+                    )
+                continue
+            in_a_row = 0
+            out.append(DrawnPrompt(prompt=prompt, ids=ids, group_id=self._drawn, prompt_index=index))
+            self._drawn += 1
+        return out
+
+    def _index(self, position: int) -> int:
+        if self._size is None:
+            return position
+        epoch, place = divmod(position, self._size)
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self._size)
+            self._epoch = epoch
+        return int(self._order[place])
+
+    def state_dict(self) -> dict[str, int]:
+        """The cursor."""
+        return {"position": self._position, "drawn": self._drawn, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a saved cursor."""
+        self._position, self._drawn, self.skipped = (int(state[k]) for k in ("position", "drawn", "skipped"))
+
+
+def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
+    """Token ids of a prompt, as one user message where `chat` is set."""
+    if not chat:
+        return list(tokenizer.encode(text))
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    # The template writes the special tokens itself.
+    return list(tokenizer.encode(rendered, add_special_tokens=False))

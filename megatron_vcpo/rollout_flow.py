@@ -1,0 +1,282 @@
+"""RolloutFlow: trajectories come to a step and weights go back, around the colocated engine.
+
+One iteration: publish (when due) -> generate -> judge -> buffer -> [step] -> evaluate -> log. Everything here runs alike
+on every rank, so that the collectives inside line up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import torch
+
+from megatron_vcpo.checkpoint.description import ModelFacts
+from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
+from megatron_vcpo.config import PluginConfig
+from megatron_vcpo.flow import BaseFlow, StepBatch
+from megatron_vcpo.mcore.policy_step import PolicyStep
+from megatron_vcpo.model import collective_device, model_description, padded_vocab_size
+from megatron_vcpo.preflight import Inputs, environment_arguments
+from megatron_vcpo.rollout.buffer import TrajectoryBuffer
+from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
+from megatron_vcpo.rollout.engine import RolloutEngine
+from megatron_vcpo.rollout.evaluate import evaluate
+from megatron_vcpo.rollout.rewards import RewardPool
+from megatron_vcpo.rollout.sampler import PromptSampler
+from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.sync.agreement import raise_together
+from megatron_vcpo.sync.errors import SyncError
+from megatron_vcpo.sync.naming import unwrap
+from megatron_vcpo.sync.synchronizer import WeightSynchronizer
+from megatron_vcpo.sync.verify import compare_logprobs
+from patches import megatron_cpu, torch_cuda_alias
+
+_VERIFIED_TRAJECTORIES = 32  # compared with the trainer after a publication
+_EVAL_SEED = 0x5EED
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class RolloutFlow(BaseFlow):
+    """The colocated flow: every process holds a trainer shard and a share of an engine, taking turns."""
+
+    def __init__(self, args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> None:
+        super().__init__(args, config, inputs)
+        rollout = config.rollout
+        self.place = EnginePlace.of(args.rank, args.world_size, rollout.engine_tensor_parallel_size)
+        self.device = collective_device()
+        self.buffer = TrajectoryBuffer(max_lag=rollout.max_lag)
+        self.sampler = PromptSampler(
+            inputs.environment,
+            inputs.tokenizer,
+            seed=int(rollout.seed or 0),
+            max_length=int(rollout.max_prompt_length or 0),
+            chat=rollout.chat_template,
+        )
+        self._rewards: dict[str, RewardPool | None] = {}
+        self._engine: RolloutEngine | None = None
+        self._verified = False
+
+    # ------------------------------------------------------------------ start and end
+
+    def start(self, *, model: list[Any], optimizer: Any) -> None:
+        """Build the engine, publish the first weights, and evaluate them where the run is new."""
+        super().start(model=model, optimizer=optimizer)
+        self._optimizer = optimizer
+        splits = ["train", *(["eval"] if self.config.rollout.eval_interval else [])]
+        for split in splits:
+            self._rewards[split] = self._reward_pool(split) if self.place.leader else None
+        self._engine = self._build_engine(model)
+        self.synchronizer = self._build_synchronizer(model)
+        self.collector = RolloutCollector(
+            engine=self._engine,
+            sampler=self.sampler,
+            rewards=self._rewards["train"],
+            config=self.config.rollout,
+            place=self.place,
+            device=self.device,
+        )
+        with self.timer("sync"):
+            self._publish(model)
+        if self.config.rollout.eval_interval and self.args.iteration == 0:
+            self._evaluate()
+            self.log({"iteration": 0.0, "train_iters": float(self.args.train_iters), **self._extra})
+
+    def _reward_pool(self, split: str) -> RewardPool:
+        rollout = self.config.rollout
+        return RewardPool(
+            rollout.environment,
+            split=split,  # type: ignore[arg-type]
+            seed=int(rollout.seed or 0),
+            config=environment_arguments(self.config),
+            prompts_file=rollout.prompts if split == "train" else rollout.eval_prompts,
+            workers=rollout.reward_workers,
+            timeout=rollout.reward_timeout,
+        )
+
+    @property
+    def _dtype_name(self) -> str:
+        chosen = self.config.rollout.engine_dtype
+        return str(self.args.params_dtype).removeprefix("torch.") if chosen == "auto" else chosen
+
+    def _build_engine(self, model: list[Any]) -> RolloutEngine:
+        rollout = self.config.rollout
+        folder = self.config.vcpo.load_hf
+        if folder is None:
+            target = self.run_dir / "engine_model"
+            failure: Exception | None = None
+            if self.args.rank == 0:
+                facts = ModelFacts.from_args(self.args, self.vocab_size)
+                try:
+                    write_engine_model_dir(
+                        target, unwrap(model[0]).config, facts, str(rollout.tokenizer), dtype=_DTYPES[self._dtype_name]
+                    )
+                except (ValueError, OSError) as error:
+                    failure = error
+            raise_together(failure)
+            folder = str(target)
+        settings = VLLMSettings(
+            model_dir=folder,
+            tokenizer_dir=rollout.tokenizer,
+            dtype=self._dtype_name,  # type: ignore[arg-type]
+            max_model_len=int(rollout.max_prompt_length or 0) + rollout.max_response_length,
+            kv_cache_bytes=rollout.engine_kv_cache_bytes,
+            max_sequences=rollout.engine_max_sequences,
+            tensor_parallel_size=rollout.engine_tensor_parallel_size,
+            seed=int(rollout.seed or 0),
+        )
+        engine = VLLMEngine(settings)
+        if megatron_cpu.active():
+            torch_cuda_alias.hide_cuda()
+        return engine
+
+    def _build_synchronizer(self, model: list[Any]) -> WeightSynchronizer:
+        description = model_description(self.args, self.config, self.inputs, model)
+        assert self._engine is not None
+        return WeightSynchronizer(
+            model,
+            description.family,
+            description.shape(padded_vocab_size(model, description.tied_embeddings)),
+            self.groups,
+            self._engine,
+            self.config.sync,
+            dtype=_DTYPES[self._dtype_name],
+        )
+
+    def close(self) -> None:
+        """End the reward processes and the engine."""
+        for pool in self._rewards.values():
+            if pool is not None:
+                pool.close()
+        self._rewards = {}
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    # ------------------------------------------------------------------ one iteration
+
+    def next_minibatch(self, *, model: list[Any], step: PolicyStep, forward_backward: Any) -> StepBatch:
+        """From the buffer, after a rollout phase where it is empty."""
+        if not len(self.buffer):
+            self._rollout_phase(model, step, forward_backward)
+        taken = self.buffer.take(self.version)
+        self.count("refused_stale", taken.refused_stale)
+        return StepBatch(trajectories=taken.trajectories, lags=taken.lags)
+
+    def _rollout_phase(self, model: list[Any], step: PolicyStep, forward_backward: Any) -> None:
+        assert self._engine is not None
+        if self._engine.version is None or self.version - self._engine.version >= self.config.sync.interval:
+            with self.timer("sync"):
+                self._publish(model)
+        phase = self.collector.collect(self.config.rollout.phase_steps(self.config.sync.interval))
+        for name, seconds in phase.seconds.items():
+            self.add_seconds(name, seconds)
+        self.count("rejected_rewards", phase.rejected)
+        self.counters["skipped_prompts"] = float(self.sampler.skipped)
+        refused = self.buffer.add(phase.minibatches)
+        self.count("refused_unfit", len(refused))
+        for sentence in refused[:3]:
+            self.say(f"refused {sentence}")
+        self._save_samples(phase.minibatches)
+        if self._engine.version == self.version and (not self._verified or self.config.sync.verify == "every"):
+            with self.timer("sync"):
+                self._verify(phase.minibatches, model, step, forward_backward)
+
+    def after_step(self, metrics: dict[str, float], *, batch: StepBatch, success: bool, model: list[Any]) -> None:
+        """Evaluate where it is due, then log."""
+        done = self.args.curr_iteration + 1
+        interval = self.config.rollout.eval_interval
+        if interval and (done % interval == 0 or done == self.args.train_iters):
+            assert self._engine is not None
+            version = self.version + int(success)
+            if self._engine.version != version:
+                with self.timer("sync"):
+                    self._publish(model, version)
+            self._evaluate()
+        super().after_step(metrics, batch=batch, success=success, model=model)
+
+    def _publish(self, model: list[Any], version: int | None = None) -> None:
+        from megatron.training import training
+
+        if self.args.overlap_param_gather:
+            # Replicas are stale after an optimizer step: the gather would only run before the next forward pass.
+            training.force_param_sync(model, optimizer=self._optimizer)
+        self.synchronizer.publish(self.version if version is None else version)
+
+    def _evaluate(self) -> None:
+        environment = self.inputs.eval_environment
+        assert self._engine is not None
+        assert environment is not None
+        with self.timer("eval"):
+            result = evaluate(
+                engine=self._engine,
+                environment=environment,
+                rewards=self._rewards["eval"],
+                tokenizer=self.inputs.tokenizer,
+                config=self.config.rollout,
+                seed=_EVAL_SEED,
+                place=self.place,
+                device=self.device,
+            )
+        self._extra |= {
+            "eval/reward": result.reward,
+            "eval/length": result.length,
+            "eval/responses": float(result.responses),
+            "eval/rejected": float(result.rejected),
+        }
+
+    def _verify(
+        self, minibatches: list[list[Trajectory]], model: list[Any], step: PolicyStep, forward_backward: Any
+    ) -> None:
+        """Compare the engine's log-probs with the trainer's on what was just generated."""
+        if self.config.sync.verify == "off":
+            return
+        probe = [t for m in minibatches for t in m if len(t.response_ids)][:_VERIFIED_TRAJECTORIES]
+        if not probe:
+            return
+        ours = step.logprobs_of(probe, model=model, forward_backward=forward_backward)
+        failure: SyncError | None = None
+        if ours:
+            try:
+                compare_logprobs(
+                    [ours[i] for i in sorted(ours)],
+                    [probe[i].behavior_logprobs for i in sorted(ours)],
+                    dtype=_DTYPES[self._dtype_name],
+                    tolerance=self.config.sync.verify_tolerance,
+                    version=self.version,
+                )
+            except SyncError as error:
+                failure = error
+        raise_together(failure)
+        self._verified = True
+
+    def _save_samples(self, minibatches: list[list[Trajectory]]) -> None:
+        count = self.config.rollout.save_trajectories
+        if not count or self.args.rank != 0:
+            return
+        decode = self.inputs.tokenizer.decode
+        with (self.run_dir / "samples.jsonl").open("a", encoding="utf-8") as file:
+            for trajectory in [t for m in minibatches for t in m][:count]:
+                record = {
+                    "version": self.version,
+                    "group": trajectory.group_id,
+                    "prompt": decode(trajectory.prompt_ids.tolist()),
+                    "response": decode(trajectory.response_ids.tolist()),
+                    "reward": trajectory.reward,
+                    "truncated": trajectory.truncated,
+                }
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Version, counters, the prompts' cursor and the trajectories that wait."""
+        return {**super().state_dict(), "sampler": self.sampler.state_dict(), "buffer": self.buffer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; the engine has no weights then, so the first act is a publication."""
+        super().load_state_dict(state)
+        self.sampler.load_state_dict(state["sampler"])
+        self.buffer.load_state_dict(state["buffer"])

@@ -1,0 +1,95 @@
+"""python -m megatron_vcpo.supervised <the flags of megatron_vcpo.train>: a supervised warm-up on an environment's answers.
+
+The same seams, packing and checkpoint as reinforcement learning, with the environment's own answers in place of rollouts:
+no engine is started. For models that do not yet know the format of an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_vcpo.config import ConfigError, PluginConfig
+from megatron_vcpo.flow import BaseFlow, StepBatch
+from megatron_vcpo.mcore.policy_step import PolicyStep
+from megatron_vcpo.objective import LossInputs, LossOutputs
+from megatron_vcpo.preflight import Inputs
+from megatron_vcpo.rollout.trajectory import Trajectory
+
+
+def supervised_loss(inputs: LossInputs) -> LossOutputs:
+    """Mean negative log-likelihood of the answers' tokens, over the whole minibatch."""
+    logprobs = torch.where(inputs.mask, inputs.policy_logprobs, 0.0)
+    loss = -logprobs.sum() / inputs.num_tokens
+    count = inputs.mask.sum().double()
+    return LossOutputs(loss=loss, metrics={"pg_loss": torch.stack([-logprobs.detach().double().sum(), count])})
+
+
+class SupervisedFlow(BaseFlow):
+    """Feeds a step with answers of the environment, in order; a resumed run goes on where the saved one stood."""
+
+    def __init__(self, args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> None:
+        super().__init__(args, config, inputs)
+        self._next = 0
+        self._count = config.rollout.prompts_per_step * config.rollout.responses_per_prompt
+
+    def next_minibatch(self, *, model: list[Any], step: PolicyStep, forward_backward: Any) -> StepBatch:
+        """The next answers, the same on every rank."""
+        trajectories = [self._example(self._next + i) for i in range(self._count)]
+        self._next += self._count
+        return StepBatch(trajectories=trajectories)
+
+    def _example(self, index: int) -> Trajectory:
+        tokenizer = self.inputs.tokenizer
+        prompt = self.inputs.environment.prompt(index)
+        if not isinstance(prompt.answer, str):
+            raise ConfigError(
+                f"--rollout-environment {self.config.rollout.environment} gives no text as an answer, "
+                "so there is nothing to imitate; choose another environment for the supervised warm-up."
+            )
+        answer = [*tokenizer.encode(prompt.answer, add_special_tokens=False), tokenizer.eos_token_id]
+        answer = answer[: self.config.rollout.max_response_length]
+        return Trajectory(
+            prompt_ids=np.array(tokenizer.encode(prompt.text), np.int32),
+            response_ids=np.array(answer, np.int32),
+            behavior_logprobs=np.zeros(len(answer), np.float32),
+            versions=np.zeros(len(answer), np.int32),
+            response_mask=np.ones(len(answer), bool),
+            reward=1.0,
+            group_id=index,
+            index=0,
+            prompt_index=index,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the answers stand."""
+        return {**super().state_dict(), "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        self._next = int(state["next"])
+
+
+def adjust(config: PluginConfig) -> None:
+    """What differs from reinforcement learning in the plugin's settings."""
+    config.vcpo.loss = "megatron_vcpo.supervised:supervised_loss"
+    config.vcpo.ess_scaling = "off"
+    config.vcpo.baseline = "none"
+    config.vcpo.reward_normalization = "none"
+    config.vcpo.kl_coefficient = 0.0
+    config.rollout.eval_interval = 0
+
+
+def main() -> None:
+    """Run Megatron's pretrain() on the environment's answers."""
+    from megatron_vcpo.train import run
+
+    run(flow=SupervisedFlow, adjust=adjust)
+
+
+if __name__ == "__main__":
+    main()
