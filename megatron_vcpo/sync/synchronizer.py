@@ -78,7 +78,7 @@ class WeightSynchronizer:
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks together
             failure = delivery.failure(error)
         # the other ranks are in the stream's collectives until the end
-        for _ in ():
+        for _ in source:
             pass
         if failure is None and len(delivery.written) != len(delivery.expected):
             failure = SyncError(f"The engine left weights unread: {', '.join(delivery.unread())}.")

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 from tests.oracle.staging_meter import StagingMeter
 
+_DEADLINE = 1  # minutes that a collective waits: a mismatch fails instead of hanging
 PADDED = 256  # what Megatron makes of 101 at two tensor-parallel ranks: the second holds padding only
 
 
@@ -75,6 +77,7 @@ def build(case: Case) -> tuple[list[Any], ModelShape, Any]:
         case.vpp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.expert_tp,
+        distributed_timeout_minutes=_DEADLINE,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234 + dist.get_rank())
     config = transformer_config(
@@ -101,7 +104,8 @@ def logits(chunks: list[Any], case: Case, groups: Any, tokens: torch.Tensor) -> 
     batch, length = tokens.shape
     positions = torch.arange(length).expand(batch, length)
     causal = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
-    hidden = torch.empty(length, batch, chunks[0].config.hidden_size)
+    config = chunks[0].config
+    hidden = torch.empty(length // (case.tp if config.sequence_parallel else 1), batch, config.hidden_size)
     out = None
     for chunk, stage in itertools.product(chunks, range(case.pp)):
         if case.pp == 1:
@@ -208,7 +212,7 @@ def check_failure_on_one_rank(case: Case, root: Path) -> None:
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=_DEADLINE))
     megatron_cpu.patch_megatron()
     for case in CASES:
         check_round_trip(case, root)
