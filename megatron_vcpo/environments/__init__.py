@@ -1,13 +1,6 @@
-"""Environments: a prompt in, a reward out.
-
-protocol           what an environment is
-registry           make_environment: one by its name
-reasoning_gym_env  any task of reasoning-gym
-jsonl_math         questions from a file, judged by math-verify
-sort_digits        a task for small models
-"""
+"""Tasks: a prompt in, a reward out. Light to import, because every reward process does."""
 
 from megatron_vcpo.environments.protocol import Environment, EnvironmentSetupError, Prompt, Split
-from megatron_vcpo.environments.registry import make_environment
+from megatron_vcpo.environments.registry import EnvironmentSpec, make_environment
 
-__all__ = ["Environment", "EnvironmentSetupError", "Prompt", "Split", "make_environment"]
+__all__ = ["Environment", "EnvironmentSetupError", "EnvironmentSpec", "Prompt", "Split", "make_environment"]

@@ -1,85 +1,120 @@
-"""Any task of the reasoning-gym library, by name and configuration."""
+"""Any dataset of the reasoning-gym package: verifiable tasks made by a generator, without data."""
 
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_vcpo.environments.answers import FORMATS, AnswerFormat, extract_answer
+from megatron_vcpo.environments import answers, splits
+from megatron_vcpo.environments.answers import AnswerFormat
 from megatron_vcpo.environments.protocol import EnvironmentSetupError, Prompt, Split
-from megatron_vcpo.environments.splits import generate
+
+_SIZE = 10_000  # for datasets that prepare all their tasks ahead; the others do not look at it
+_STRIDE = 16_777_213  # a prime: candidates for one prompt, far from those for its neighbours
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
-class ReasoningGymEnvironment:
-    """Questions and rewards of one reasoning-gym data set; training and held-out questions are disjoint."""
+class ReasoningGym:
+    """Prompts without end; the dataset's own `score_answer` is the reward.
+
+    Configuration: `prompt_template` with {question}, or with the name of any entry of the task's metadata (chain_sum
+    has {expression}) in braces; `answer_format`; `stop`, strings that end the answer; everything else goes to the
+    dataset.
+
+    Example:
+        >>> ReasoningGym(dataset="chain_sum", split="train", seed=1, max_terms=2, stop="\\n",
+        ...              prompt_template="3 + 4 = 7\\n25 + 11 = 36\\n{expression} =")
+    """
 
     def __init__(
         self,
-        dataset: str,
         *,
+        dataset: str,
         split: Split,
         seed: int,
         prompt_template: str = "{question}",
-        question_key: str = "question",
         answer_format: AnswerFormat = "raw",
-        **dataset_config: Any,
+        stop: str | Sequence[str] = (),
+        **config: Any,
     ) -> None:
-        r"""Build the data set.
-
-        Args:
-            dataset: its name in reasoning-gym.
-            split: train or eval.
-            seed: of the generator.
-            prompt_template: text around the question, '{question}' in it; examples for few-shot prompts go here.
-            question_key: 'question', or a key of the entry's metadata ('expression', for a bare sum).
-            answer_format: where the answer stands in a response: raw, first-line, last-line, tag (<answer>) or boxed.
-            dataset_config: the data set's own settings.
-
-        Raises:
-            EnvironmentSetupError: unknown data set or setting, or a template without '{question}'.
-        """
-        if answer_format not in FORMATS:
-            raise EnvironmentSetupError(f"answer_format must be one of {', '.join(FORMATS)}, not {answer_format!r}.")
-        if "{question}" not in prompt_template:
-            raise EnvironmentSetupError("prompt_template must contain '{question}'.")
-        self._dataset = _create(dataset, dataset_config, seed)
+        answers.check_format(answer_format)
+        self._name = f"reasoning_gym:{dataset}"
         self._split = split
         self._template = prompt_template
-        self._question_key = question_key
         self._format = answer_format
-        self._question(self._dataset[0])
-
-    def _question(self, entry: dict[str, Any]) -> str:
-        if self._question_key == "question":
-            return str(entry["question"])
-        try:
-            return str(entry["metadata"][self._question_key])
-        except KeyError:
-            keys = ", ".join(sorted(entry["metadata"]))
-            raise EnvironmentSetupError(
-                f"question_key {self._question_key!r} is not in this data set's metadata ({keys})."
-            ) from None
+        self._stop = answers.check_stop(stop)
+        self._dataset = _create(dataset, {"size": _SIZE, **config, "seed": seed % (1 << 24)}, config)
+        self._period: int | None = None
+        self._ready = False
 
     def prompt(self, index: int) -> Prompt:
-        """The index-th question of the split."""
-        entry = generate(index, self._split, self._dataset.__getitem__, self._question)
-        text = self._template.replace("{question}", self._question(entry))
-        return Prompt(text=text, answer=str(entry["answer"]), metadata={"entry": entry})
+        """See `Environment.prompt`."""
+        if not self._ready:
+            self._prepare()
+
+        def draw(attempt: int) -> dict[str, Any]:
+            candidate = index + attempt * _STRIDE
+            return self._dataset[candidate if self._period is None else candidate % self._period]
+
+        entry = splits.first_in_split(self._split, draw, lambda task: str(task["question"]), self._name)
+        return Prompt(text=self._text(entry), answer=entry["answer"], metadata=entry)
 
     def reward(self, prompt: Prompt, response: str) -> float:
-        """The data set's own score of the extracted answer; 0 where there is none."""
-        answer = extract_answer(response, self._format)
-        return float(self._dataset.score_answer(answer, prompt.metadata["entry"]))
+        """See `Environment.reward`. A response without an answer in the configured format gets 0."""
+        answer = answers.extract(answers.cut(response, self._stop), self._format)
+        if answer is None:
+            return 0.0
+        entry = dict(prompt.metadata)
+        try:
+            return float(self._dataset.score_answer(answer, entry))
+        except Exception:  # noqa: BLE001 - raised again below where it is not the answer's fault
+            # Some datasets parse the answer without a guard. Where the right answer passes, this one was at fault.
+            self._dataset.score_answer(entry["answer"], entry)
+            return 0.0
+
+    def _prepare(self) -> None:
+        """Done at the first prompt: a reward process, which asks for none, need not generate any."""
+        try:
+            self._dataset[_STRIDE]
+        except IndexError:
+            self._period = len(self._dataset)
+        known = _fields(self._dataset[0])
+        used = set(_FIELD.findall(self._template))
+        if not used & known.keys():
+            raise EnvironmentSetupError(
+                f"prompt_template of {self._name} must contain one of "
+                f"{', '.join('{' + name + '}' for name in known)}; it is {self._template!r}."
+            )
+        self._ready = True
+
+    def _text(self, entry: Mapping[str, Any]) -> str:
+        fields = _fields(entry)
+        # Braces that name no field stay: few-shot examples may hold JSON or LaTeX.
+        return _FIELD.sub(lambda match: fields.get(match[1], match[0]), self._template)
 
 
-def _create(name: str, config: dict[str, Any], seed: int) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+def _fields(entry: Mapping[str, Any]) -> dict[str, str]:
+    extra = {k: str(v) for k, v in entry["metadata"].items() if isinstance(v, str | int | float)}
+    return extra | {"question": str(entry["question"])}
 
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, 3) or sorted(DATASETS)[:3]
-        raise EnvironmentSetupError(f"reasoning-gym has no data set {name!r}; did you mean {' or '.join(close)}?")
+
+def _create(dataset: str, settings: dict[str, Any], given: Mapping[str, Any]) -> Any:
     try:
-        return reasoning_gym.create_dataset(name, seed=seed, **config)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise EnvironmentSetupError(f"reasoning-gym refuses this configuration of {name!r}: {error}.") from error
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise EnvironmentSetupError(
+            f"reasoning_gym:{dataset} needs the package reasoning-gym, which cannot be imported: {error}."
+        ) from error
+    if dataset not in DATASETS:
+        close = difflib.get_close_matches(dataset, DATASETS, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"it has {len(DATASETS)} others."
+        raise EnvironmentSetupError(f"reasoning-gym has no dataset {dataset!r}; {hint}")
+    try:
+        return reasoning_gym.create_dataset(dataset, **settings)
+    except (TypeError, ValueError, AssertionError, KeyError) as error:
+        raise EnvironmentSetupError(
+            f"reasoning-gym dataset {dataset!r} does not accept the configuration {dict(given)}: {error}."
+        ) from error

@@ -1,65 +1,103 @@
-"""make_environment: an environment from its name."""
+"""Environments by name or by import path."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vcpo.environments.protocol import Environment, EnvironmentSetupError, Split
 
-_BUILT_IN = ("jsonl", "sort_digits", "reasoning_gym:<data set>")
+_NAMES = ("reasoning_gym:<dataset>", "jsonl", "builtin:sort_digits", "module:Class")
+_BUILTIN = {"sort_digits": ("megatron_vcpo.environments.sort_digits", "SortDigits")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """What an environment is built from; pickles, so that every reward process builds its own."""
+
+    spec: str  # as --rollout-environment
+    split: Split
+    seed: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    prompts_file: str | None = None  # for jsonl
+
+    def build(self) -> Environment:
+        """The environment. Raises EnvironmentSetupError."""
+        return make_environment(self.spec, self.split, self.seed, self.config, self.prompts_file)
 
 
 def make_environment(
-    name: str, *, split: Split, seed: int, config: dict[str, Any], prompts_file: str | None = None
+    spec: str, split: Split, seed: int, config: Mapping[str, Any], prompts_file: str | None = None
 ) -> Environment:
-    """Build an environment.
+    """Build 'reasoning_gym:<dataset>', 'jsonl', 'builtin:<task>' or 'module:Class'.
 
-    Args:
-        name: 'reasoning_gym:<data set>', 'jsonl', 'sort_digits', or 'module:Class' of your own.
-        split: train or eval.
-        seed: of generated tasks.
-        config: keyword arguments of the environment.
-        prompts_file: for 'jsonl'.
-
-    Raises:
-        EnvironmentSetupError: unknown name, import that fails, or arguments the environment does not take.
+    Raises EnvironmentSetupError: one sentence that says what is wrong with the name, the configuration or the data.
     """
-    kind, _, rest = name.partition(":")
-    arguments = {"split": split, "seed": seed, **config}
-    try:
-        if kind == "reasoning_gym" and rest:
-            from megatron_vcpo.environments.reasoning_gym_env import ReasoningGymEnvironment
-
-            return ReasoningGymEnvironment(rest, **arguments)
-        if name == "jsonl":
-            from megatron_vcpo.environments.jsonl_math import JsonlMathEnvironment
-
-            return JsonlMathEnvironment(path=str(prompts_file), **arguments)
-        if name == "sort_digits":
-            from megatron_vcpo.environments.sort_digits import SortDigitsEnvironment
-
-            return SortDigitsEnvironment(**arguments)
-        return _own_class(name, kind, rest)(**arguments)
-    except TypeError as error:
+    kind, _, name = spec.partition(":")
+    reserved = sorted({"split", "seed", "path", "dataset"} & config.keys())
+    if reserved:
         raise EnvironmentSetupError(
-            f"--rollout-environment {name} does not take these settings (--rollout-environment-config): {error}."
-        ) from error
-
-
-def _own_class(name: str, module_name: str, class_name: str) -> Any:
-    if not class_name:
-        close = difflib.get_close_matches(name, ["jsonl", "sort_digits", "reasoning_gym"], 1)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise EnvironmentSetupError(
-            f"There is no environment {name!r} (built in: {', '.join(_BUILT_IN)}; your own as 'module:Class'){hint}"
+            f"--rollout-environment-config must not hold {', '.join(map(repr, reserved))}: these come from other flags "
+            "(--rollout-seed, --rollout-prompts, --rollout-environment)."
         )
+    arguments = {**config, "split": split, "seed": seed}
+    if kind == "jsonl":
+        if prompts_file is None:
+            flag = "--rollout-prompts" if split == "train" else "--rollout-eval-prompts"
+            raise EnvironmentSetupError(f"Environment jsonl needs {flag}, a file of questions for the {split} split.")
+        return _construct(
+            "megatron_vcpo.environments.jsonl_math", "JsonlMath", spec, {**arguments, "path": prompts_file}
+        )
+    if prompts_file is not None:
+        raise EnvironmentSetupError(
+            f"Environment {spec} reads no prompt file; remove it or use --rollout-environment jsonl."
+        )
+    if kind == "reasoning_gym" and name:
+        module = "megatron_vcpo.environments.reasoning_gym_env"
+        return _construct(module, "ReasoningGym", spec, {**arguments, "dataset": name})
+    if kind == "builtin" and name in _BUILTIN:
+        return _construct(*_BUILTIN[name], spec, arguments)
+    if name and kind not in ("builtin", "reasoning_gym"):
+        return _construct(kind, name, spec, arguments)
+    raise EnvironmentSetupError(_unknown(spec))
+
+
+def _unknown(spec: str) -> str:
+    known = ["jsonl", "reasoning_gym", *(f"builtin:{task}" for task in _BUILTIN)]
+    close = difflib.get_close_matches(spec, [*known, *_BUILTIN], n=1)
+    guess = f"builtin:{close[0]}" if close and close[0] in _BUILTIN else "".join(close)
+    hint = f" Did you mean {guess}?" if guess not in ("", spec) else ""
+    return f"There is no environment {spec!r}; there are {', '.join(_NAMES)}.{hint}"
+
+
+def _construct(module_name: str, class_name: str, spec: str, arguments: Mapping[str, Any]) -> Environment:
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise EnvironmentSetupError(f"--rollout-environment {name}: cannot import {module_name!r} ({error}).") from error
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        raise EnvironmentSetupError(f"--rollout-environment {name}: {module_name} has no class {class_name!r}.")
-    return found
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise EnvironmentSetupError(f"{_unknown(spec)} (No module {error.name!r} on the Python path.)") from error
+        raise EnvironmentSetupError(f"Environment {spec} cannot be imported: {error}.") from error
+    except Exception as error:
+        raise EnvironmentSetupError(
+            f"Environment {spec} cannot be imported: {type(error).__name__}: {error}."
+        ) from error
+    cls = getattr(module, class_name, None)
+    if cls is None:
+        close = difflib.get_close_matches(class_name, dir(module), n=1)
+        hint = f" Did you mean {module_name}:{close[0]}?" if close else ""
+        raise EnvironmentSetupError(f"Module {module_name} has no {class_name!r}.{hint}")
+    try:
+        environment = cls(**arguments)
+    except EnvironmentSetupError:
+        raise
+    except Exception as error:
+        raise EnvironmentSetupError(
+            f"Environment {spec} cannot be built from its configuration: {type(error).__name__}: {error}."
+        ) from error
+    for method in ("prompt", "reward"):
+        if not callable(getattr(environment, method, None)):
+            raise EnvironmentSetupError(f"Environment {spec} has no method {method}().")
+    return environment

@@ -1,33 +1,58 @@
-"""A task that a small model learns from scratch within minutes: sort the digits of a number."""
+"""A toy task for small models: write the digits of a number in ascending order."""
 
 from __future__ import annotations
 
-import numpy as np
+import random
+from collections.abc import Sequence
 
+from megatron_vcpo.environments import answers, splits
 from megatron_vcpo.environments.protocol import EnvironmentSetupError, Prompt, Split
-from megatron_vcpo.environments.splits import generate
 
 
-class SortDigitsEnvironment:
-    """'31752:' asks for '12357'. The reward is 1 for exactly that."""
+class SortDigits:
+    """Prompts such as 'sort 31752: ', answered by '12357'. Without end; `prompt(i).answer` serves supervised warm-up.
 
-    def __init__(self, *, split: Split, seed: int, digits: int = 8) -> None:
-        """Args: digits: how many there are to sort, 2 to 64."""
-        if not 2 <= digits <= 64:
-            raise EnvironmentSetupError(f"sort_digits needs 2 to 64 digits, not {digits}.")
+    Configuration: n_digits; prompt_template, with {digits} in it; partial_credit, which gives the share of digits in
+    their right place instead of 1 for all or 0; stop, strings that end the answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        split: Split,
+        seed: int,
+        n_digits: int = 5,
+        prompt_template: str = "sort {digits}: ",
+        partial_credit: bool = False,
+        stop: str | Sequence[str] = "\n",
+    ) -> None:
+        if not isinstance(n_digits, int) or not 2 <= n_digits <= 1000:
+            raise EnvironmentSetupError(
+                f"n_digits of builtin:sort_digits must be a whole number from 2 to 1000, not {n_digits!r}."
+            )
+        if "{digits}" not in prompt_template:
+            raise EnvironmentSetupError("prompt_template of builtin:sort_digits must contain {digits}.")
         self._split = split
         self._seed = seed
-        self._digits = digits
+        self._n_digits = n_digits
+        self._template = prompt_template
+        self._partial_credit = partial_credit
+        self._stop = answers.check_stop(stop)
 
     def prompt(self, index: int) -> Prompt:
-        """The index-th number of the split."""
-        number = generate(index, self._split, self._number, str)
-        return Prompt(text=f"{number}:", answer="".join(sorted(number)))
+        """See `Environment.prompt`."""
 
-    def _number(self, position: int) -> str:
-        drawn = np.random.default_rng([self._seed, position]).integers(0, 10, self._digits)
-        return "".join(map(str, drawn))
+        def draw(attempt: int) -> str:
+            return "".join(random.Random(f"{self._seed}/{index}/{attempt}").choices("0123456789", k=self._n_digits))
+
+        digits = splits.first_in_split(self._split, draw, lambda task: task, "builtin:sort_digits")
+        return Prompt(
+            text=self._template.replace("{digits}", digits), answer="".join(sorted(digits)), metadata={"digits": digits}
+        )
 
     def reward(self, prompt: Prompt, response: str) -> float:
-        """1 for the sorted digits and nothing else."""
-        return float(response.strip() == prompt.answer)
+        """See `Environment.reward`."""
+        given, right = answers.cut(response, self._stop).strip(), prompt.answer
+        if not self._partial_credit:
+            return float(given == right)
+        return sum(a == b for a, b in zip(given, right, strict=False)) / max(len(given), len(right))

@@ -1,0 +1,168 @@
+"""Rewards in worker processes, each with a deadline: code that judges model output may hang, crash or lie.
+
+Whatever one reward does, it costs its own trajectory: an exception is caught in the worker, a reward past its deadline
+is killed with its process, a process that dies is replaced.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import multiprocessing
+import numbers
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_vcpo.environments.protocol import Environment, EnvironmentSetupError, Prompt, Split
+from megatron_vcpo.environments.registry import EnvironmentSpec
+
+_START_TIMEOUT = 300.0  # seconds for all workers to start and build their environments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutcome:
+    """What became of one reward: a finite number, or None and the reason in one sentence."""
+
+    reward: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    kind: str | None = None  # of the error, for counting: raised, timeout, died, invalid
+
+
+class RewardPool:
+    """Worker processes that hold an environment each. Use it as a context manager, or call `close()`.
+
+    The processes are spawned: the script that owns the pool must guard its main part by
+    `if __name__ == "__main__":`, and what it imports above that is imported by every worker too. A worker ends with the
+    process that owns it, however that ends.
+    """
+
+    def __init__(self, specs: Mapping[Split, EnvironmentSpec], *, workers: int, timeout: float) -> None:
+        """Start the workers; `timeout` is the deadline of one reward in seconds, from when it begins to run.
+
+        The first `judge` raises EnvironmentSetupError if a worker could not build an environment.
+        """
+        from pebble import ProcessPool
+
+        self._workers = workers
+        self._timeout = timeout
+        self._pool = ProcessPool(
+            max_workers=workers,
+            initializer=_start_worker,
+            initargs=(dict(specs),),
+            context=multiprocessing.get_context("spawn"),
+        )
+        self._greetings = [self._pool.schedule(_greet) for _ in range(workers)]
+
+    def judge(
+        self, items: Sequence[tuple[Prompt, str]], *, split: Split = "train", progress: bool = False
+    ) -> list[RewardOutcome]:
+        """The rewards of (prompt, response) pairs, in their order."""
+        from tqdm import tqdm
+
+        self._await_start()
+        futures = [
+            self._pool.schedule(_judge, args=(split, prompt, response), timeout=self._timeout)
+            for prompt, response in items
+        ]
+        return [
+            self._outcome(future)
+            for future in tqdm(futures, desc="Rewards", unit="response", leave=False, disable=not progress)
+        ]
+
+    def _await_start(self) -> None:
+        while self._greetings:
+            try:
+                problem = self._greetings[-1].result(timeout=_START_TIMEOUT)
+            except (concurrent.futures.TimeoutError, RuntimeError, OSError) as error:
+                raise EnvironmentSetupError(f"A reward process could not start: {error}.") from error
+            if problem is not None:
+                raise EnvironmentSetupError(f"In a reward process: {problem}")
+            self._greetings.pop()
+
+    def _outcome(self, future: Any) -> RewardOutcome:
+        from pebble import ProcessExpired
+
+        try:
+            return future.result()
+        except concurrent.futures.TimeoutError:
+            return RewardOutcome(
+                reward=None, kind="timeout", error=f"the reward took longer than {self._timeout:g} seconds"
+            )
+        except ProcessExpired as error:
+            return RewardOutcome(
+                reward=None, kind="died", error=f"the reward ended its process with exit code {error.exitcode}"
+            )
+        except (concurrent.futures.CancelledError, concurrent.futures.BrokenExecutor):
+            raise  # the pool itself is gone
+        except Exception as error:  # noqa: BLE001 - what the worker could not even report; counted like the others
+            return RewardOutcome(reward=None, kind="raised", error=f"the reward raised {type(error).__name__}")
+
+    def close(self) -> None:
+        """End the workers at once; safe to call twice."""
+        self._pool.stop()
+        self._pool.join()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+# -- in the worker ---------------------------------------------------------------------------------------------------
+
+_environments: dict[Split, Environment] = {}
+_problem: str | None = None
+
+
+def _start_worker(specs: Mapping[Split, EnvironmentSpec]) -> None:
+    global _problem
+    threading.Thread(target=_end_with_owner, daemon=True).start()
+    try:
+        for split, spec in specs.items():
+            _environments[split] = spec.build()
+    except EnvironmentSetupError as error:
+        _problem = str(error)
+
+
+def _end_with_owner() -> None:
+    owner = multiprocessing.parent_process()
+    if owner is not None:
+        owner.join()
+        os._exit(1)
+
+
+def _greet() -> str | None:
+    return _problem
+
+
+def _judge(split: Split, prompt: Prompt, response: str) -> RewardOutcome:
+    if _problem is not None:
+        return RewardOutcome(reward=None, kind="raised", error=_problem)
+    try:
+        return _checked(_environments[split].reward(prompt, response))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - reported in the outcome and counted
+        return RewardOutcome(
+            reward=None, kind="raised", error=f"the reward raised {type(error).__name__}: {error}"[:500]
+        )
+
+
+def _checked(result: Any) -> RewardOutcome:
+    parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    if "reward" not in parts:
+        return RewardOutcome(
+            reward=None, kind="invalid", error=f"the reward gave {sorted(parts)} without 'reward'"[:500]
+        )
+    values: dict[str, float] = {}
+    for name, value in parts.items():
+        number = value.item() if hasattr(value, "item") else value  # numpy scalars, booleans included
+        if not isinstance(number, numbers.Real) or not math.isfinite(number):
+            return RewardOutcome(
+                reward=None, kind="invalid", error=f"the reward gave {name}={value!r}"[:200] + ", not a finite number"
+            )
+        values[str(name)] = float(number)
+    return RewardOutcome(reward=values.pop("reward"), parts=values)

@@ -1,0 +1,34 @@
+"""Where answers are found in responses."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_vcpo.environments import answers
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "response", "answer"),
+    [
+        ("raw", " 12 \n", "12"),
+        ("raw", "", ""),
+        ("last-line", "2 + 2 = 4\nAnswer: 4\n\n", "4"),
+        ("last-line", "The answer is: 4", "4"),
+        ("last-line", "the final ANSWER: x: y", "x: y"),
+        ("last-line", "first\nsecond", "second"),
+        ("last-line", " \n", None),
+        ("tag", "<answer>3</answer> no, <ANSWER> 4\n</ANSWER> done", "4"),
+        ("tag", "<answer>3", None),
+        ("boxed", r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{1", None),
+        ("boxed", "1", None),
+    ],
+)
+def test_answer_is_found_in_its_format(answer_format, response, answer):
+    assert answers.extract(response, answer_format) == answer
+
+
+def test_answer_ends_before_the_first_stop_string():
+    assert answers.cut("12\nQ: 3", ("Q:", "\n")) == "12"
+    assert answers.cut("12", ("\n",)) == "12"
+    assert answers.cut("12", ()) == "12"
