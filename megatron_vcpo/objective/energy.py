@@ -100,5 +100,5 @@ def log_energies(token_energy_sum: Tensor, log_applied_weight: Tensor, log_norma
     Source: arXiv 2602.17616, with the factor that really multiplies the reward in place of the bare weight.
     """
     energy, log_weight = token_energy_sum.double(), log_applied_weight.double()
-    usable = torch.isfinite(energy) & (energy >= 0.0) & (log_weight < torch.inf)
+    usable = torch.isfinite(energy) & (log_weight < torch.inf)  # the logarithm marks negative energies itself
     return torch.where(usable, 2.0 * log_weight + 2.0 * log_normalizer + torch.log(energy), torch.nan)

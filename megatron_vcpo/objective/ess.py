@@ -43,13 +43,12 @@ def combine_ess_statistics(stats: Tensor) -> Tensor:
     """
     peaks, sums, squares, counts = stats.double().unbind(-1)
     peak = peaks.max()
-    # An empty shard has peak -inf: exp(-inf - -inf) is NaN, so it is set to 0 rather than computed.
-    shift = torch.where(counts == 0, 0.0, torch.exp(peaks - peak))
+    shift = torch.exp(peaks - peak)  # NaN only where every shard is empty, and count is 0
     count = counts.sum()
     total, square = (sums * shift).sum(), (squares * shift.square()).sum()
     rho = total.square() / (count * square)
-    # Rounding may step outside by an ulp; clamp passes NaN on.
-    return torch.where(count == 0, 0.0, rho.clamp(max=1.0).maximum(1.0 / count))
+    # Rounding may exceed 1 by an ulp; clamp passes NaN on.
+    return torch.where(count == 0, 0.0, rho.clamp(max=1.0))
 
 
 def effective_sample_size(log_weights: Tensor) -> Tensor:

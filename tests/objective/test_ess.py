@@ -52,6 +52,12 @@ def test_equal_weights_give_exactly_one(value, count):
     assert effective_sample_size(torch.full((count,), value)).item() == 1.0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_random_nearly_equal_weights_do_not_round_above_one(seed):
+    generator = torch.Generator().manual_seed(seed)
+    assert effective_sample_size(1e-9 * torch.randn(7, generator=generator, dtype=torch.float64)).item() <= 1.0
+
+
 def test_one_dominating_weight_gives_one_over_n():
     assert effective_sample_size(tensor([1e4, 0.0, 0.0, -1e4])).item() == 0.25
 
