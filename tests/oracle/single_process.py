@@ -33,5 +33,5 @@ def single_process_megatron() -> Iterator[Any]:
         finally:
             if own_state:
                 parallel_state.destroy_model_parallel()
-            if own_dist:
+            if own_dist and dist.is_initialized():  # vLLM's shutdown may have been here first
                 dist.destroy_process_group()
