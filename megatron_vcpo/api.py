@@ -34,7 +34,7 @@ def register(
         config: the objective.
         model: Megatron's list of model chunks, wrapped in its DistributedDataParallel; the transformer config has
             calculate_per_token_loss and variable_seq_lengths set.
-        optimizer: Megatron's; its step() will refuse an update that is not fit to be made, returning (False, None, None).
+        optimizer: Megatron's; its step() will refuse an update that is not fit to be made: (False, None, None).
         scheduler: an EssParamScheduler over the same optimizer.
         groups: ProcessGroupCollection with tp, pp, dp, dp_cp.
         vocab_size: real tokens, without padding.
@@ -44,7 +44,8 @@ def register(
 
     Example:
         >>> vcpo = megatron_vcpo.register(VCPOConfig(), model=model, optimizer=optimizer, scheduler=scheduler,
-        ...                               groups=groups, vocab_size=32000, sequence_length=4096, max_response_length=2048)
+        ...                               groups=groups, vocab_size=32000, sequence_length=4096,
+        ...                               max_response_length=2048)
         >>> for trajectories in my_rollouts():  # the same list on every rank
         ...     vcpo.begin(trajectories, model=model, forward_backward=forward_backward)
         ...     for chunk in model:

@@ -137,7 +137,8 @@ def _require_megatron_flags(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} must be {value}, not {actual}: drop the flag{hint}.")
     if args.context_parallel_size > 1:
         raise ConfigError(
-            "--context-parallel-size above 1 is not supported in this version; use tensor, pipeline or data parallelism."
+            "--context-parallel-size above 1 is not supported in this version; use tensor, pipeline or data "
+            "parallelism."
         )
     if args.rampup_batch_size is not None:
         raise ConfigError("--rampup-batch-size cannot work: the batch is what the rollouts give; drop it.")
@@ -194,7 +195,8 @@ def _resolve_files(args: argparse.Namespace, config: PluginConfig) -> None:
         rollout.tokenizer = args.tokenizer_model
     if rollout.tokenizer is None:
         raise ConfigError(
-            "--rollout-tokenizer (or --tokenizer-type HuggingFaceTokenizer --tokenizer-model) must name the tokenizer's folder."
+            "--rollout-tokenizer (or --tokenizer-type HuggingFaceTokenizer --tokenizer-model) must name the "
+            "tokenizer's folder."
         )
     if not (Path(rollout.tokenizer) / "tokenizer_config.json").is_file():
         raise ConfigError(f"--rollout-tokenizer {rollout.tokenizer}: no tokenizer_config.json in that folder.")
@@ -206,7 +208,8 @@ def _resolve_files(args: argparse.Namespace, config: PluginConfig) -> None:
         # Megatron would go on with random weights, or exit with code 0.
         if args.load != args.save:
             raise ConfigError(
-                f"--load {args.load}: no checkpoint there (no latest_checkpointed_iteration.txt); correct the path or drop it."
+                f"--load {args.load}: no checkpoint there (no latest_checkpointed_iteration.txt); correct the path or "
+                f"drop it."
             )
         args.load = None
     if args.save is not None:

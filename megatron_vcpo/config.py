@@ -36,7 +36,8 @@ def _require(condition: bool, sentence: str) -> None:
 
 @dataclass(kw_only=True)
 class VCPOConfig:
-    """What is optimized: importance correction, ESS scaling, baseline, energies, aggregation, penalties. Prefix --vcpo."""
+    """What is optimized: importance correction, ESS scaling, baseline, energies, aggregation, penalties. Prefix
+    --vcpo."""
 
     loss: str = "megatron_vcpo.objective:vcpo_loss"
     """Import path 'module:function' of the loss; any function LossInputs -> LossOutputs."""
@@ -45,12 +46,15 @@ class VCPOConfig:
     """Importance correction applied to the policy gradient (formulas: docs/corrections.md)."""
 
     correction_lower: float | None = None
-    """Lower bound of the ratio (mis, icepop) or the lower clip distance (gspo, ppo-clip: ratio >= 1 - value; cispo: same).
+    """Lower bound of the ratio (mis, icepop) or the lower clip distance (gspo, ppo-clip: ratio >= 1 - value; cispo:
+    same).
     Dimensionless. Default: the correction's own (icepop 0.5, mis 0.0, ppo-clip 0.2, gspo 3e-4, cispo 1.0)."""
 
     correction_upper: float | None = None
-    """Upper bound of the ratio (tis, mis, icepop) or the upper clip distance (gspo, ppo-clip, cispo: ratio <= 1 + value).
-    Dimensionless. Default: the correction's own (tis 8.0, mis 8.0, geometric-mis 2.0, icepop 5.0, ppo-clip 0.28, gspo 4e-4, cispo 4.0)."""
+    """Upper bound of the ratio (tis, mis, icepop) or the upper clip distance (gspo, ppo-clip, cispo: ratio <= 1 +
+    value).
+    Dimensionless. Default: the correction's own (tis and mis 8.0, geometric-mis 2.0, icepop 5.0, ppo-clip 0.28,
+    gspo 4e-4, cispo 4.0)."""
 
     veto_ratio: float = 0.0
     """Drop a trajectory that holds a token whose ratio policy/behaviour is below this. Dimensionless; 0 is off."""
@@ -174,7 +178,8 @@ class RolloutConfig:
     """Upper bound of a response. Tokens; a response that reaches it is marked truncated."""
 
     max_prompt_length: int | None = None
-    """Upper bound of a prompt; longer ones are skipped and counted. Tokens. Default: --seq-length minus the response bound."""
+    """Upper bound of a prompt; longer ones are skipped and counted. Tokens. Default: --seq-length minus the response
+    bound."""
 
     temperature: float = 1.0
     """Sampling temperature; behaviour and policy log-probs are both those of the tempered distribution."""
@@ -254,7 +259,8 @@ class RolloutConfig:
         _require(self.temperature > 0.0, "--rollout-temperature must be above 0: greedy rollouts have no gradient.")
         _require(
             self.top_p == 1.0 and self.top_k == 0,
-            "--rollout-top-p other than 1 and --rollout-top-k other than 0 are refused: the policy's log-probs would not "
+            "--rollout-top-p other than 1 and --rollout-top-k other than 0 are refused: the policy's log-probs would "
+            "not "
             "be those of the distribution that was sampled from; leave them at 1.0 and 0.",
         )
         _require(self.max_lag >= 0, "--rollout-max-lag must not be negative.")
@@ -278,7 +284,8 @@ class SyncConfig:
     """Compare the engine's log-probs with the trainer's after the first sync, after every one, or never."""
 
     verify_tolerance: float | None = None
-    """Largest allowed mean absolute log-prob difference of the check. Nats. Default: 1e-3 (fp32), 0.02 (fp16), 0.1 (bf16)."""
+    """Largest allowed mean absolute log-prob difference of the check. Nats. Default: 1e-3 (fp32), 0.02 (fp16), 0.1
+    (bf16)."""
 
     bucket_bytes: int = 64 << 20
     """Size of one staging bucket; peak extra memory is about two buckets. Bytes."""
@@ -305,6 +312,7 @@ class PluginConfig:
             self.rollout.responses_per_prompt > 1
             or self.vcpo.baseline == "none"
             or self.vcpo.baseline_scope == "minibatch",
-            "--rollout-responses-per-prompt 1 leaves a group baseline nothing to compare with (every gradient is zero); "
+            "--rollout-responses-per-prompt 1 leaves a group baseline nothing to compare with (every gradient is "
+            "zero); "
             "use --vcpo-baseline-scope minibatch, --vcpo-baseline none, or more responses.",
         )

@@ -1,4 +1,5 @@
-"""What the policy is, in the words of both sides: read from Megatron's arguments and model, checked against config.json."""
+"""What the policy is, in the words of both sides: read from Megatron's arguments and model, checked against
+config.json."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
 from patches import cpu_packed_attention
 
-
 CPU = torch.device("cpu")
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
 

@@ -101,7 +101,9 @@ def _vocab_size(args: argparse.Namespace, config: PluginConfig, tokens: int) -> 
             "they do not belong together (--rollout-tokenizer, --vocab-size)."
         )
     if args.padded_vocab_size is not None and args.padded_vocab_size < vocab_size:
-        raise ConfigError(f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's {vocab_size} tokens.")
+        raise ConfigError(
+            f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's {vocab_size} tokens."
+        )
     return vocab_size
 
 

@@ -89,7 +89,8 @@ def load_reference(reference: ReferencePolicy, path: Path) -> None:
     """
     if not path.is_file():
         raise ConfigError(
-            f"The KL reference {path} is missing (it is written at iteration 0, for one layout); resume with the layout "
+            f"The KL reference {path} is missing (it is written at iteration 0, for one layout); resume with the "
+            f"layout "
             "it was saved under, or set --vcpo-kl-coefficient 0."
         )
     reference.load_state_dict(load_file(path))

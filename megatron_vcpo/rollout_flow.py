@@ -1,7 +1,7 @@
 """RolloutFlow: trajectories come to a step and weights go back, around the colocated engine.
 
-One iteration: publish (when due) -> generate -> judge -> buffer -> [step] -> evaluate -> log. Everything here runs alike
-on every rank, so that the collectives inside line up.
+One iteration: publish (when due) -> generate -> judge -> buffer -> [step] -> evaluate -> log. Everything here runs
+alike on every rank, so that the collectives inside line up.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class RolloutFlow(BaseFlow):
             folder = str(target)
         settings = VLLMSettings(
             model_dir=folder,
-            tokenizer_dir=rollout.tokenizer,
+            tokenizer_dir=rollout.tokenizer if self.config.vcpo.load_hf else None,  # else it was copied to the folder
             dtype=self._dtype_name,  # type: ignore[arg-type]
             max_model_len=int(rollout.max_prompt_length or 0) + rollout.max_response_length,
             kv_cache_bytes=rollout.engine_kv_cache_bytes,

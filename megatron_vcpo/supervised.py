@@ -1,6 +1,8 @@
-"""python -m megatron_vcpo.supervised <the flags of megatron_vcpo.train>: a supervised warm-up on an environment's answers.
+"""python -m megatron_vcpo.supervised <the flags of megatron_vcpo.train>: a supervised warm-up on an environment's
+answers.
 
-The same seams, packing and checkpoint as reinforcement learning, with the environment's own answers in place of rollouts:
+The same seams, packing and checkpoint as reinforcement learning, with the environment's own answers in place of
+rollouts:
 no engine is started. For models that do not yet know the format of an answer.
 """
 

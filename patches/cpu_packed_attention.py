@@ -10,6 +10,7 @@ the real tokens, so no real query ever sees it. The cost is sum(L^2), not (sum L
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -86,9 +87,7 @@ def padded_batches(cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
         int64 tensors [b, s]; every row index below cu_seqlens[-1] stands in exactly one of them, once.
     """
     ends = cu_seqlens.tolist()
-    spans = sorted(
-        ((end - start, start) for start, end in zip(ends, ends[1:], strict=False) if end > start), reverse=True
-    )
+    spans = sorted(((end - start, start) for start, end in itertools.pairwise(ends) if end > start), reverse=True)
     groups: list[list[tuple[int, int]]] = []
     real = 0
     for span in spans:

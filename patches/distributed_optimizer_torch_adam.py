@@ -1,4 +1,5 @@
-"""DistributedOptimizer over torch's own Adam cannot be checkpointed: torch keeps 'step' per parameter, Apex and TE do not.
+"""DistributedOptimizer over torch's own Adam cannot be checkpointed: torch keeps 'step' per parameter, Apex and TE
+do not.
 
 Saving a fresh optimizer asserts on the missing 'step'; loading trips over the extra key. Versions: megatron-core
 0.19.2 where neither Transformer Engine nor Apex provides the fused Adam.

@@ -145,7 +145,8 @@ def _cuda_names() -> dict[str, Any]:
 
 
 def hide_cuda() -> None:
-    """Make torch.cuda.is_available() False again: importing vLLM switches torch to an NVML check that believes the alias."""
+    """Make torch.cuda.is_available() False again: importing vLLM switches torch to an NVML check that believes the
+    alias."""
     torch.cuda.is_available = lambda: False
 
 
@@ -155,7 +156,8 @@ def install() -> None:
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    # jit_fuser is torch.compile: there is nothing to gain from a C++ compile of small CPU kernels, and much to wait for.
+    # jit_fuser is torch.compile: there is nothing to gain from a C++ compile of small CPU kernels, and much to wait
+    # for.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     for name, value in _cuda_names().items():
         setattr(torch.cuda, name, value)
@@ -173,7 +175,8 @@ def _redirect_factories() -> None:
     from torch.utils._device import _device_constructors
 
     likes = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
-    for function in [*_device_constructors(), *(getattr(torch, name) for name in likes)]:
+    functions: list[Any] = [*_device_constructors(), *(getattr(torch, name) for name in likes)]
+    for function in functions:
         name = getattr(function, "__name__", "")
         if getattr(torch, name, None) is function:
             setattr(torch, name, _factory(function))

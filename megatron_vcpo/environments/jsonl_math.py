@@ -6,14 +6,15 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron_vcpo.environments import answers
+from megatron_vcpo.environments.answers import AnswerFormat
 from megatron_vcpo.environments.protocol import EnvironmentSetupError, Prompt, Split
 
 _QUESTION_KEYS = ("question", "prompt", "problem")
 _ANSWER_KEYS = ("answer", "solution")
-_FORMATS = ("math", "raw", "last-line", "tag", "boxed")
+_FORMATS = ("math", *get_args(AnswerFormat))
 _GSM8K = "####"  # what follows is the answer, in the file and in a response
 
 
@@ -22,8 +23,8 @@ class JsonlMath:
 
     Of an answer that holds '####', as in GSM8K, the part after the last one counts; of one that holds \\boxed{...},
     the last box. Configuration: `prompt_template` with {question}; `stop`, strings that end the response;
-    `answer_format`: math (default: after '####' where there is one, else where math-verify finds it), raw, last-line,
-    tag or boxed.
+    `answer_format`: math (default: after '####' where there is one, else where math-verify finds it), or one of
+    `AnswerFormat`.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class JsonlMath:
         return len(self._rows)
 
     def prompt(self, index: int) -> Prompt:
-        """See `Environment.prompt`."""
-        question, answer = self._rows[index]
+        """The question on the index-th line that is not empty, round and round."""
+        question, answer = self._rows[index % len(self._rows)]
         return Prompt(text=self._template.replace("{question}", question), answer=answer)
 
     def reward(self, prompt: Prompt, response: str) -> float:

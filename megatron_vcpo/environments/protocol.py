@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -10,7 +10,8 @@ Split = Literal["train", "eval"]
 
 
 class EnvironmentSetupError(ValueError):
-    """The environment cannot be built or its data cannot be read; one sentence, with file and line where there is one."""
+    """The environment cannot be built or its data cannot be read; one sentence, with file and line where there is
+    one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +35,8 @@ class Environment(Protocol):
 
     def reward(self, prompt: Prompt, response: str) -> float | Mapping[str, float]:
         """Judge one response. A mapping holds named parts and its key 'reward' is the reward."""
+
+
+def size_of(environment: Environment) -> int | None:
+    """Number of prompts, None where there is no end to them."""
+    return len(environment) if isinstance(environment, Sized) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vcpo.environments.protocol import Environment, EnvironmentSetupError, Split
@@ -14,25 +13,10 @@ _NAMES = ("reasoning_gym:<dataset>", "jsonl", "builtin:sort_digits", "module:Cla
 _BUILTIN = {"sort_digits": ("megatron_vcpo.environments.sort_digits", "SortDigits")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSpec:
-    """What an environment is built from; pickles, so that every reward process builds its own."""
-
-    spec: str  # as --rollout-environment
-    split: Split
-    seed: int
-    config: Mapping[str, Any] = field(default_factory=dict)
-    prompts_file: str | None = None  # for jsonl
-
-    def build(self) -> Environment:
-        """The environment. Raises EnvironmentSetupError."""
-        return make_environment(self.spec, self.split, self.seed, self.config, self.prompts_file)
-
-
 def make_environment(
     spec: str, split: Split, seed: int, config: Mapping[str, Any], prompts_file: str | None = None
 ) -> Environment:
-    """Build 'reasoning_gym:<dataset>', 'jsonl', 'builtin:<task>' or 'module:Class'.
+    """Build 'reasoning_gym:<dataset>', 'jsonl', 'builtin:<task>' (or just '<task>'), or 'module:Class'.
 
     Raises EnvironmentSetupError: one sentence that says what is wrong with the name, the configuration or the data.
     """
@@ -58,8 +42,9 @@ def make_environment(
     if kind == "reasoning_gym" and name:
         module = "megatron_vcpo.environments.reasoning_gym_env"
         return _construct(module, "ReasoningGym", spec, {**arguments, "dataset": name})
-    if kind == "builtin" and name in _BUILTIN:
-        return _construct(*_BUILTIN[name], spec, arguments)
+    task = name if kind == "builtin" else spec
+    if task in _BUILTIN:
+        return _construct(*_BUILTIN[task], spec, arguments)
     if name and kind not in ("builtin", "reasoning_gym"):
         return _construct(kind, name, spec, arguments)
     raise EnvironmentSetupError(_unknown(spec))
@@ -68,8 +53,7 @@ def make_environment(
 def _unknown(spec: str) -> str:
     known = ["jsonl", "reasoning_gym", *(f"builtin:{task}" for task in _BUILTIN)]
     close = difflib.get_close_matches(spec, [*known, *_BUILTIN], n=1)
-    guess = f"builtin:{close[0]}" if close and close[0] in _BUILTIN else "".join(close)
-    hint = f" Did you mean {guess}?" if guess not in ("", spec) else ""
+    hint = f" Did you mean {close[0]}?" if close and close[0] != spec else ""
     return f"There is no environment {spec!r}; there are {', '.join(_NAMES)}.{hint}"
 
 

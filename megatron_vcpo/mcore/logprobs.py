@@ -1,7 +1,8 @@
 """Log-probs, logit energies and entropies of packed tokens from vocabulary-parallel logits.
 
 The logits stay in the model's dtype; fp32 exists for a bounded block of rows at a time, forward and backward. Columns
-that only pad the vocabulary are left out: the same flags pad differently at another tensor-parallel size, so leaving them
+that only pad the vocabulary are left out: the same flags pad differently at another tensor-parallel size, so leaving
+them
 in would make the log-probs depend on the layout.
 """
 
@@ -102,7 +103,7 @@ class _TokenStatistics(torch.autograd.Function):
         return logprobs, energy, entropy
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logprobs: Tensor, _grad_energy: Tensor | None, grad_entropy: Tensor
     ) -> tuple[Tensor, None, None, None]:
         logits, column, owned, log_partition, entropy = ctx.saved_tensors
@@ -165,7 +166,8 @@ def output_processor(
     scale_logits: Callable[[Tensor], Tensor] | None = None,
     **_: Any,
 ) -> dict[str, Tensor]:
-    """Hook of `GPTModel.forward(output_processor=...)`: [t, 1, H] hidden states to {'logprobs', 'energy', 'entropy'}, [T].
+    """Hook of `GPTModel.forward(output_processor=...)`: [t, 1, H] hidden states to {'logprobs', 'energy',
+    'entropy'}, [T].
 
     Under sequence parallelism hidden states hold this rank's T / tp rows and the output layer gathers each chunk
     rank-major, so the labels are laid out the same way before they meet the logits.

@@ -1,8 +1,8 @@
 """PolicyStep: everything that happens to one minibatch between the buffer and the optimizer.
 
 The order within a step: begin() packs (and, where baselines span micro-batches, scores) the trajectories; Megatron's
-schedule calls forward_step() for each micro-batch; finalize() runs after the last backward, reduces the effective sample
-size and sets the learning rate; guard() refuses an update that is not fit to be made; end() returns the metrics.
+schedule calls forward_step() for each micro-batch; finalize() runs after the last backward, reduces the effective
+sample size and sets the learning rate; guard() refuses an update that is not fit to be made; end() returns the metrics.
 """
 
 from __future__ import annotations

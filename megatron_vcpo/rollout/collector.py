@@ -35,9 +35,7 @@ class EnginePlace:
     @staticmethod
     def of(rank: int, world_size: int, engine_size: int) -> EnginePlace:
         """Engines are built from consecutive ranks."""
-        return EnginePlace(
-            index=rank // engine_size, count=world_size // engine_size, leader=rank % engine_size == 0
-        )
+        return EnginePlace(index=rank // engine_size, count=world_size // engine_size, leader=rank % engine_size == 0)
 
     def share(self, items: Sequence[Any]) -> list[Any]:
         """This engine's consecutive part of a list that all ranks hold."""
@@ -146,7 +144,8 @@ class RolloutCollector:
         failed = [(s, o.error) for s, o in zip(samples, outcomes) if o.reward is None]
         for (drawn, index), error in failed[:_SHOWN_ERRORS]:
             print(
-                f"megatron_vcpo: rejected group {drawn.group_id} response {index} (prompt {drawn.prompt_index}): {error}",
+                f"megatron_vcpo: rejected group {drawn.group_id} response {index} (prompt {drawn.prompt_index}): "
+                f"{error}",
                 file=sys.stderr,
             )
         if len(failed) > _SHOWN_ERRORS:

@@ -23,7 +23,13 @@ _RESPONSE = {
     "versions": np.int32,
     "response_mask": np.bool_,
 }
-_SCALARS = {"reward": np.float64, "group_id": np.int64, "index": np.int32, "truncated": np.bool_, "prompt_index": np.int64}
+_SCALARS = {
+    "reward": np.float64,
+    "group_id": np.int64,
+    "index": np.int32,
+    "truncated": np.bool_,
+    "prompt_index": np.int64,
+}
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory]) -> Columns:
@@ -49,12 +55,13 @@ def unpack_trajectories(columns: Mapping[str, np.ndarray[Any, Any]]) -> list[Tra
     out = []
     for i in range(len(prompts) - 1):
         span = slice(responses[i], responses[i + 1])
+        fields: dict[str, Any] = {name: columns[name][span] for name in _RESPONSE}
+        fields |= {name: columns[name][i].item() for name in _SCALARS}
         out.append(
             Trajectory(
                 prompt_ids=columns["prompt_ids"][prompts[i] : prompts[i + 1]],
-                **{name: columns[name][span] for name in _RESPONSE},
-                **{name: columns[name][i].item() for name in _SCALARS},
                 reward_parts=parts[i],
+                **fields,
             )
         )
     return out

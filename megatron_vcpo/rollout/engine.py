@@ -58,7 +58,8 @@ class RolloutEngine(Protocol):
         """Draw one response per request, in the order of the requests."""
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
-        """Log-probs at temperature 1 of each sequence's tokens from prompt_lengths[i] on, [len - prompt_length] each."""
+        """Log-probs at temperature 1 of each sequence's tokens from prompt_lengths[i] on, [len - prompt_length]
+        each."""
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace all weights by the named tensors (Hugging Face names, full shapes), then reset the prefix cache once.

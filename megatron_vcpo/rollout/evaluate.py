@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vcpo.config import RolloutConfig
-from megatron_vcpo.environments.protocol import Environment, Prompt
+from megatron_vcpo.environments.protocol import Environment, Prompt, size_of
 from megatron_vcpo.rollout.collector import EnginePlace, judge, response_seed
 from megatron_vcpo.rollout.engine import GenerationRequest, RolloutEngine, Sampling
 from megatron_vcpo.rollout.rewards import RewardPool
@@ -44,8 +44,10 @@ def evaluate(
     The same prompts and seeds each time, so that two evaluations differ by the weights alone. A prompt that is too long
     and a reward that fails are left out and counted.
     """
-    available = len(environment) if hasattr(environment, "__len__") else config.eval_num_prompts
-    prompts = [environment.prompt(i) for i in range(min(config.eval_num_prompts, available))]
+    prompts = [
+        environment.prompt(i)
+        for i in range(min(config.eval_num_prompts, size_of(environment) or config.eval_num_prompts))
+    ]
     encoded = [(i, p, encode_prompt(tokenizer, p.text, chat=config.chat_template)) for i, p in enumerate(prompts)]
     fitting = [(i, p, ids) for i, p, ids in encoded if 0 < len(ids) <= int(config.max_prompt_length or len(ids))]
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # reward, length, judged

@@ -24,7 +24,9 @@ def exchange_trajectories(local: Sequence[Trajectory], *, device: torch.device, 
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         merged = list(local)
     else:
-        merged = [t for columns in _gather(pack_trajectories(local), device, group) for t in unpack_trajectories(columns)]
+        merged = [
+            t for columns in _gather(pack_trajectories(local), device, group) for t in unpack_trajectories(columns)
+        ]
     return sorted(merged, key=lambda t: (t.group_id, t.index))
 
 

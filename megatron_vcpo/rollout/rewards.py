@@ -1,37 +1,43 @@
-"""RewardPool: rewards in processes of their own, each with a hard deadline.
+"""Rewards in worker processes, each with a deadline: code that judges model output may hang, crash or lie.
 
-A reward that raises, hangs, dies or returns no number costs the one trajectory it judged. The workers import nothing but
-the environment: no torch, no Megatron, no engine.
+Whatever one reward does, it costs its own trajectory: an exception is caught in the worker, a reward past its deadline
+is killed with its process, a process that dies is replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import math
 import multiprocessing
+import numbers
+import os
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from megatron_vcpo.environments import Environment, EnvironmentSetupError, Prompt, Split, make_environment
 
-from megatron_vcpo.environments import Environment, Prompt, Split, make_environment
-
-_environment: Environment | None = None  # of a worker process
+_START_TIMEOUT = 300.0  # seconds for all workers to start and build their environments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutcome:
-    """A reward and its parts, or why there is none."""
+    """What became of one reward: a finite number, or None and the reason in one sentence."""
 
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
-    error: str = ""
+    error: str | None = None
+    kind: str | None = None  # of the error, for counting: raised, timeout, died, invalid
 
 
 class RewardPool:
-    """Judges responses in worker processes; use as a context manager or close()."""
+    """Worker processes that hold an environment each. Use it as a context manager, or call `close()`.
+
+    The processes are spawned: the script that owns the pool must guard its main part by
+    `if __name__ == "__main__":`, and what it imports above that is imported by every worker too. A worker ends with the
+    process that owns it, however that ends.
+    """
 
     def __init__(
         self,
@@ -39,78 +45,135 @@ class RewardPool:
         *,
         split: Split,
         seed: int,
-        config: dict[str, Any],
-        prompts_file: str | None,
+        config: Mapping[str, Any],
+        prompts_file: str | None = None,
         workers: int,
         timeout: float,
     ) -> None:
-        """Args: those of `make_environment`; workers: processes; timeout: deadline of one reward, seconds."""
-        self.timeout = timeout
-        # spawn: a fork of a process with a running engine and its threads can deadlock.
+        """Start the workers, without waiting for them.
+
+        Args:
+            environment, split, seed, config, prompts_file: as for `make_environment`.
+            workers: processes.
+            timeout: deadline of one reward, from when it begins to run. Seconds.
+
+        The first `judge` raises EnvironmentSetupError if a worker could not build the environment.
+        """
+        from pebble import ProcessPool
+
+        self._timeout = timeout
         self._pool = ProcessPool(
             max_workers=workers,
+            initializer=_start_worker,
+            initargs=(environment, split, seed, dict(config), prompts_file),
             context=multiprocessing.get_context("spawn"),
-            initializer=_build,
-            initargs=[environment, split, seed, config, prompts_file],
         )
+        self._greetings = [self._pool.schedule(_greet) for _ in range(workers)]
 
-    def judge(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardOutcome]:
-        """Rewards of (prompt, response) pairs, in order; never raises for a reward's own failure."""
-        futures = [self._pool.schedule(_judge, args=[prompt, text], timeout=self.timeout) for prompt, text in items]
-        return [self._outcome(future) for future in futures]
+    def judge(self, items: Sequence[tuple[Prompt, str]], *, progress: bool = False) -> list[RewardOutcome]:
+        """The rewards of (prompt, response) pairs, in their order."""
+        from tqdm import tqdm
+
+        self._await_start()
+        futures = [
+            self._pool.schedule(_judge, args=(prompt, response), timeout=self._timeout) for prompt, response in items
+        ]
+        return [
+            self._outcome(future)
+            for future in tqdm(futures, desc="Rewards", unit="response", leave=False, disable=not progress)
+        ]
+
+    def _await_start(self) -> None:
+        while self._greetings:
+            try:
+                problem = self._greetings[-1].result(timeout=_START_TIMEOUT)
+            except (concurrent.futures.TimeoutError, RuntimeError, OSError) as error:
+                raise EnvironmentSetupError(f"A reward process could not start: {error}.") from error
+            if problem is not None:
+                raise EnvironmentSetupError(f"In a reward process: {problem}")
+            self._greetings.pop()
 
     def _outcome(self, future: Any) -> RewardOutcome:
+        from pebble import ProcessExpired
+
         try:
-            return to_outcome(future.result())
-        except FutureTimeoutError:
+            return future.result()
+        except concurrent.futures.TimeoutError:
             return RewardOutcome(
-                reward=None, error=f"the reward took longer than --rollout-reward-timeout ({self.timeout:g} s)"
+                reward=None, kind="timeout", error=f"the reward took longer than {self._timeout:g} seconds"
             )
         except ProcessExpired as error:
-            return RewardOutcome(reward=None, error=f"the reward's process died (exit code {error.exitcode})")
-        except _RewardError as error:
-            return RewardOutcome(reward=None, error=str(error))
+            return RewardOutcome(
+                reward=None, kind="died", error=f"the reward ended its process with exit code {error.exitcode}"
+            )
+        except (concurrent.futures.CancelledError, concurrent.futures.BrokenExecutor):
+            raise  # the pool itself is gone
+        except Exception as error:  # noqa: BLE001 - what the worker could not even report; counted like the others
+            return RewardOutcome(reward=None, kind="raised", error=f"the reward raised {type(error).__name__}")
 
     def close(self) -> None:
-        """End the workers; what is still running is killed."""
+        """End the workers at once; safe to call twice."""
         self._pool.stop()
-        with contextlib.suppress(FutureTimeoutError):
-            self._pool.join(timeout=5)
+        self._pool.join()
 
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-class _RewardError(RuntimeError):
-    """A reward function raised; the text names the error."""
+# -- in the worker ---------------------------------------------------------------------------------------------------
+
+_environment: Environment | None = None
+_problem: str | None = None
 
 
-def to_outcome(value: Any) -> RewardOutcome:
-    """Check what an environment returned: a finite number, or a mapping of them with the key 'reward'."""
-    parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
-    if "reward" not in parts:
-        return RewardOutcome(reward=None, error=f"the reward's mapping has no key 'reward' ({', '.join(map(str, parts))})")
-    for name, part in parts.items():
-        if isinstance(part, str | bytes) or not hasattr(part, "__float__"):
-            return RewardOutcome(reward=None, error=f"the reward's {name} is {part!r}, not a number")
-        if not math.isfinite(float(part)):
-            return RewardOutcome(reward=None, error=f"the reward's {name} is {float(part)}")
-    numbers = {str(name): float(part) for name, part in parts.items()}
-    return RewardOutcome(reward=numbers.pop("reward"), parts=numbers)
-
-
-def _build(environment: str, split: Split, seed: int, config: dict[str, Any], prompts_file: str | None) -> None:
-    global _environment
-    _environment = make_environment(environment, split=split, seed=seed, config=config, prompts_file=prompts_file)
-
-
-def _judge(prompt: Prompt, response: str) -> Any:
-    assert _environment is not None
+def _start_worker(
+    environment: str, split: Split, seed: int, config: Mapping[str, Any], prompts_file: str | None
+) -> None:
+    global _environment, _problem
+    threading.Thread(target=_end_with_owner, daemon=True).start()
     try:
-        value = _environment.reward(prompt, response)
-    except Exception as error:
-        raise _RewardError(f"the reward raised {type(error).__name__}: {error}") from None
-    return dict(value) if isinstance(value, Mapping) else value
+        _environment = make_environment(environment, split, seed, config, prompts_file)
+    except EnvironmentSetupError as error:
+        _problem = str(error)
+
+
+def _end_with_owner() -> None:
+    owner = multiprocessing.parent_process()
+    if owner is not None:
+        owner.join()
+        os._exit(1)
+
+
+def _greet() -> str | None:
+    return _problem
+
+
+def _judge(prompt: Prompt, response: str) -> RewardOutcome:
+    if _environment is None:
+        return RewardOutcome(reward=None, kind="raised", error=_problem)
+    try:
+        return _checked(_environment.reward(prompt, response))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - reported in the outcome and counted
+        return RewardOutcome(
+            reward=None, kind="raised", error=f"the reward raised {type(error).__name__}: {error}"[:500]
+        )
+
+
+def _checked(result: Any) -> RewardOutcome:
+    parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    if "reward" not in parts:
+        return RewardOutcome(
+            reward=None, kind="invalid", error=f"the reward gave {sorted(parts)} without 'reward'"[:500]
+        )
+    values: dict[str, float] = {}
+    for name, value in parts.items():
+        number = value.item() if hasattr(value, "item") else value  # numpy scalars, booleans included
+        if not isinstance(number, numbers.Real) or not math.isfinite(number):
+            return RewardOutcome(
+                reward=None, kind="invalid", error=f"the reward gave {name}={value!r}"[:200] + ", not a finite number"
+            )
+        values[str(name)] = float(number)
+    return RewardOutcome(reward=values.pop("reward"), parts=values)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vcpo.config import ConfigError
-from megatron_vcpo.environments.protocol import Environment, Prompt
+from megatron_vcpo.environments.protocol import Environment, Prompt, size_of
 
 _MAX_SKIPPED_IN_A_ROW = 1000  # over-long prompts before the bound itself must be wrong
 
@@ -46,7 +46,7 @@ class PromptSampler:
         self._drawn = 0
         self._epoch = -1
         self._order = np.zeros(0, np.int64)
-        self._size = len(environment) if hasattr(environment, "__len__") else None
+        self._size = size_of(environment)
 
     def draw(self, count: int) -> list[DrawnPrompt]:
         """The next `count` prompts.

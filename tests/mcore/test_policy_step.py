@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.oracle.single_process import single_process_megatron
-from tests.oracle.tiny_gpt import SEQUENCE, VOCAB, build_tiny_gpt
 
 import megatron_vcpo
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.rollout.trajectory import Trajectory
+from tests.oracle.single_process import single_process_megatron
+from tests.oracle.tiny_gpt import SEQUENCE, VOCAB, Size, build_tiny_gpt, optimizer_step
 
 
 @pytest.fixture(scope="module")
@@ -53,32 +53,22 @@ def register(tiny, config, **kwargs):
     )
 
 
-def run_step(tiny, vcpo, trajectories, *, lag=0.0, poison=None):
+def run_step(tiny, vcpo, trajectories, *, lag=0.0):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     schedule = get_forward_backward_func()
     vcpo.begin(trajectories, model=tiny.model, forward_backward=schedule, lag=lag)
-    for chunk in tiny.model:
-        chunk.zero_grad_buffer()
-    tiny.optimizer.zero_grad()
-    schedule(
-        forward_step_func=vcpo.forward_step,
-        data_iterator=vcpo.data_iterator(),
-        model=tiny.model,
-        num_microbatches=vcpo.num_micro_batches,
-        seq_length=SEQUENCE,
-        micro_batch_size=1,
-        forward_only=False,
+    success, grad_norm, gradient = optimizer_step(
+        tiny.model, tiny.optimizer, vcpo.forward_step, list(vcpo.data_iterator()), SEQUENCE
     )
-    gradient = torch.cat([p.main_grad.flatten().clone() for chunk in tiny.model for p in chunk.parameters()])
-    success, grad_norm, _ = tiny.optimizer.step()
     if success:
         tiny.scheduler.step(len(trajectories))
     return vcpo.end(success=success, grad_norm=grad_norm), gradient
 
 
 def reference_step(tiny, trajectories, temperature=1.0):
-    """Sequence TIS, OPOB with logit energy, group std, seq-mean-token-mean: one forward per trajectory, plain autograd."""
+    """Sequence TIS, OPOB with logit energy, group std, seq-mean-token-mean: one forward per trajectory, plain
+    autograd."""
     gpt = tiny.model[0].module
     sums, lam, energy, length = [], [], [], []
     for t in trajectories:
@@ -180,11 +170,21 @@ def test_a_step_with_a_nan_in_the_policy_changes_no_parameter_no_moment_and_no_l
     with torch.no_grad():
         weight.view(-1)[0] = float("nan")
     before = tiny.parameters()
-    moments = [v.clone() for s in tiny.optimizer.chained_optimizers[0].optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    moments = [
+        v.clone()
+        for s in tiny.optimizer.chained_optimizers[0].optimizer.state.values()
+        for v in s.values()
+        if torch.is_tensor(v)
+    ]
     metrics, _ = run_step(tiny, vcpo, make_trajectories(count=8))
     assert metrics["skipped"] == 1.0
     assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(before, tiny.parameters()))
-    after = [v for s in tiny.optimizer.chained_optimizers[0].optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    after = [
+        v
+        for s in tiny.optimizer.chained_optimizers[0].optimizer.state.values()
+        for v in s.values()
+        if torch.is_tensor(v)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(moments, after))
     assert tiny.optimizer.param_groups[0]["lr"] == 1e-2
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_half_precision_steps_run_and_an_fp16_overflow_is_a_skipped_step(groups,
 
 
 def test_mixture_of_experts_gradient_equals_plain_autograd(groups):
-    tiny = build_tiny_gpt(groups, experts=4)
+    tiny = build_tiny_gpt(groups, size=Size(experts=4))
     trajectories = make_trajectories()
     _, rho, gradient = reference_step(tiny, trajectories)
     metrics, ours = run_step(tiny, register(tiny, VCPOConfig(tokens_per_micro_batch=60)), trajectories)

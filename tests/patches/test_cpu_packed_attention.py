@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracle.single_process import single_process_megatron
 
 from patches.cpu_packed_attention import PackedCoreAttention, padded_batches
+from tests.oracle.single_process import single_process_megatron
 
 CONFIG = types.SimpleNamespace(context_parallel_size=1, attention_dropout=0.0)
 
@@ -68,5 +68,5 @@ def test_stock_attention_still_refuses_packing():
         x = torch.randn(4, 4, 8)
         cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-        with pytest.raises(AssertionError, match="[Pp]acked"):
+        with pytest.raises(AssertionError, match=r"[Pp]acked"):
             stock(x, x, x, None, packed_seq_params=packed)
