@@ -17,6 +17,7 @@ from megatron_vcpo.environments import answers
         ("last-line", "the final ANSWER: x: y", "x: y"),
         ("last-line", "first\nsecond", "second"),
         ("last-line", " \n", None),
+        ("first-line", "\n answer: first\nsecond", "first"),
         ("tag", "<answer>3</answer> no, <ANSWER> 4\n</ANSWER> done", "4"),
         ("tag", "<answer>3", None),
         ("boxed", r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 
 import pytest
 
-from megatron_vcpo.environments import EnvironmentSetupError, EnvironmentSpec, make_environment
+from megatron_vcpo.environments import EnvironmentSetupError, make_environment
 from megatron_vcpo.environments.jsonl_math import JsonlMath
 from megatron_vcpo.environments.reasoning_gym_env import ReasoningGym
 from megatron_vcpo.environments.sort_digits import SortDigits
@@ -17,6 +16,7 @@ from megatron_vcpo.environments.sort_digits import SortDigits
 def test_each_name_builds_its_environment(tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     assert isinstance(make_environment("builtin:sort_digits", "train", 0, {}), SortDigits)
+    assert isinstance(make_environment("sort_digits", "train", 0, {}), SortDigits)
     assert isinstance(make_environment("reasoning_gym:chain_sum", "train", 0, {}), ReasoningGym)
     assert isinstance(make_environment("jsonl", "train", 0, {}, str(tmp_path / "q.jsonl")), JsonlMath)
     own = make_environment("tests.oracle.faulty_rewards:FaultyRewards", "eval", 0, {})
@@ -27,13 +27,13 @@ def test_each_name_builds_its_environment(tmp_path):
     ("spec", "config", "said"),
     [
         ("jsnl", {}, "no environment 'jsnl'.*Did you mean jsonl"),
-        ("sort_digits", {}, "Did you mean builtin:sort_digits"),
+        ("sort_digit", {}, "Did you mean sort_digits"),
         ("builtin:sort_digit", {}, "Did you mean builtin:sort_digits"),
         ("reasoning_gym", {}, "there are reasoning_gym:<dataset>"),
         ("reasoning_gym:chainsum", {}, "no dataset 'chainsum'.*did you mean chain_sum"),
         ("reasoning_gym:chain_sum", {"max_term": 2}, "does not accept the configuration.*max_term"),
         ("reasoning_gym:chain_sum", {"seed": 2}, "--rollout-seed"),
-        ("reasoning_gym:chain_sum", {"answer_format": "latex"}, "answer_format must be one of raw, last-line"),
+        ("reasoning_gym:chain_sum", {"answer_format": "latex"}, "answer_format must be one of raw, first-line"),
         ("reasoning_gym:chain_sum", {"stop": [""]}, "stop must be a string or a list"),
         ("builtin:sort_digits", {"n_digits": 1}, "n_digits .* from 2 to 1000, not 1"),
         ("builtin:sort_digits", {"digits": 3}, "cannot be built from its configuration.*digits"),
@@ -70,12 +70,7 @@ def test_prompt_file_is_asked_for_by_the_split_s_flag_and_refused_where_nothing_
         make_environment("builtin:sort_digits", "train", 0, {}, "q.jsonl")
 
 
-def test_spec_builds_the_same_environment_in_another_process():
-    spec = EnvironmentSpec(spec="builtin:sort_digits", split="train", seed=5, config={"n_digits": 4})
-    assert pickle.loads(pickle.dumps(spec)).build().prompt(7) == spec.build().prompt(7)
-
-
 def test_environments_import_nothing_heavy():
-    heavy = "import sys, megatron_vcpo.environments.rewards; print(*(m.split('.')[0] for m in sys.modules))"
+    heavy = "import sys, megatron_vcpo.rollout.rewards; print(*(m.split('.')[0] for m in sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "numpy", "megatron", "vllm", "transformers", "sympy", "reasoning_gym"} & set(loaded)

@@ -12,15 +12,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_vcpo.environments import EnvironmentSetupError, EnvironmentSpec, Prompt
-from megatron_vcpo.environments.rewards import RewardPool
+from megatron_vcpo.environments import EnvironmentSetupError, Prompt
+from megatron_vcpo.rollout.rewards import RewardPool
 
-SPEC = EnvironmentSpec(spec="tests.oracle.faulty_rewards:FaultyRewards", split="train", seed=0)
 PROMPT = Prompt(text="?")
 
 
-def spec(**config) -> EnvironmentSpec:
-    return EnvironmentSpec(spec=SPEC.spec, split="train", seed=0, config=config)
+def make_pool(*, split="train", workers: int = 2, timeout: float = 1.0, **config) -> RewardPool:
+    return RewardPool(
+        "tests.oracle.faulty_rewards:FaultyRewards",
+        split=split,
+        seed=0,
+        config=config,
+        workers=workers,
+        timeout=timeout,
+    )
 
 
 def items(*responses: str) -> list[tuple[Prompt, str]]:
@@ -29,8 +35,7 @@ def items(*responses: str) -> list[tuple[Prompt, str]]:
 
 @pytest.fixture(scope="module")
 def pool():
-    specs = {"train": SPEC, "eval": EnvironmentSpec(spec=SPEC.spec, split="eval", seed=0)}
-    with RewardPool(specs, workers=2, timeout=1.0) as pool:
+    with make_pool() as pool:
         yield pool
 
 
@@ -86,9 +91,10 @@ def test_any_finite_number_is_a_reward(pool, value):
     assert outcome.parts == ({"a": 1.0} if "'a'" in value else {})
 
 
-def test_each_split_is_judged_by_its_own_environment(pool):
+def test_workers_build_the_environment_of_their_split(pool):
     assert pool.judge(items("split"))[0].parts == {"eval": 0.0}
-    assert pool.judge(items("split"), split="eval")[0].parts == {"eval": 1.0}
+    with make_pool(split="eval", workers=1) as held_out:
+        assert held_out.judge(items("split"))[0].parts == {"eval": 1.0}
 
 
 def test_workers_do_not_import_the_trainer(pool):
@@ -96,14 +102,14 @@ def test_workers_do_not_import_the_trainer(pool):
 
 
 def test_environment_that_cannot_be_built_in_a_worker_is_a_setup_error():
-    with RewardPool({"train": spec(broken=True)}, workers=1, timeout=1.0) as pool:
+    with make_pool(broken=True, workers=1) as pool:
         for _ in range(2):
             with pytest.raises(EnvironmentSetupError, match="the data is gone"):
                 pool.judge(items("value 1"))
 
 
 def test_close_ends_every_worker_even_a_busy_one():
-    pool = RewardPool({"train": SPEC}, workers=2, timeout=60.0)
+    pool = make_pool(timeout=60.0)
     pids = {int(outcome.reward) for outcome in pool.judge(items(*["pid"] * 20))}
     pool._pool.schedule(time.sleep, args=(60,))
     pool.close()
@@ -113,12 +119,12 @@ def test_close_ends_every_worker_even_a_busy_one():
 
 OWNER = """
 import os, sys, time
-from megatron_vcpo.environments import EnvironmentSpec, Prompt
-from megatron_vcpo.environments.rewards import RewardPool
+from megatron_vcpo.environments import Prompt
+from megatron_vcpo.rollout.rewards import RewardPool
 
 def main(how):
-    specs = {"train": EnvironmentSpec(spec="tests.oracle.faulty_rewards:FaultyRewards", split="train", seed=0)}
-    pool = RewardPool(specs, workers=2, timeout=60.0)
+    name = "tests.oracle.faulty_rewards:FaultyRewards"
+    pool = RewardPool(name, split="train", seed=0, config={}, workers=2, timeout=60.0)
     pids = {int(outcome.reward) for outcome in pool.judge([(Prompt(text="?"), "pid")] * 50)}
     print(*pids, flush=True)
     if how == "raise":
