@@ -31,6 +31,7 @@ def patch_megatron() -> None:
         return
     _patched.add("core")
     from patches import (
+        cpu_packed_rope,
         distributed_optimizer_torch_adam,
         gloo_uneven_collectives,
         moe_host_splits,
@@ -38,6 +39,7 @@ def patch_megatron() -> None:
     )
 
     moe_host_splits.apply()
+    cpu_packed_rope.apply()
     distributed_optimizer_torch_adam.apply()
     gloo_uneven_collectives.apply()
     torch_norm_sequence_parallel.apply()
