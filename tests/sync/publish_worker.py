@@ -1,0 +1,78 @@
+"""A process of its own: Megatron publishes random models of one family to vLLM, and both score the same tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_vcpo.checkpoint.description import ModelFacts, describe_megatron
+from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
+from megatron_vcpo.config import SyncConfig
+from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.sync.errors import SyncError
+from megatron_vcpo.sync.synchronizer import WeightSynchronizer
+from megatron_vcpo.sync.verify import logit_probe
+from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
+from tests.oracle.single_process import single_process_megatron
+from tests.oracle.tiny_models import character_tokenizer
+
+_TIED = {"llama": True, "qwen2": True, "qwen3": False, "qwen3_moe": False}
+
+
+@torch.no_grad()
+def disturb(model: Any) -> None:
+    """Another model: every parameter moves."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def main(name: str, folder: Path) -> None:
+    # 32 dimensions a head: vLLM's attention on a CPU takes no fewer. qwen2 has no head_dim of its own.
+    changes = {"hidden_size": 128} if name == "qwen2" else {}
+    config = transformer_config(name, kv_channels=32, **changes)
+    tied = _TIED[name]
+    facts = ModelFacts(vocab_size=VOCAB, max_position_embeddings=128, rotary_base=5000, tied_embeddings=tied)
+    character_tokenizer().save_pretrained(folder / "tokenizer")
+    write_engine_model_dir(folder / "engine", config, facts, folder / "tokenizer", dtype=torch.float32)
+    with single_process_megatron() as groups:
+        (model,) = gpt_models(config, tied=tied)
+        disturb(model)
+        engine = VLLMEngine(
+            VLLMSettings(model_dir=str(folder / "engine"), dtype="float32", max_model_len=96, kv_cache_bytes=64 << 20)
+        )
+        about = describe_megatron(config, facts)
+        publisher = WeightSynchronizer(
+            [model], about.family, about.shape(128), groups, engine, SyncConfig(), dtype=torch.float32
+        )
+
+        @torch.no_grad()
+        def score(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Any]:
+            scores = []
+            for ids, start in zip(sequences, prompt_lengths):
+                tokens, length = torch.tensor([ids]), len(ids)
+                causal = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+                logits = model(tokens, torch.arange(length)[None], causal)[0, :-1, :VOCAB]
+                scores.append(logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[start - 1 :, 0].numpy())
+            return scores
+
+        sequences = [np.random.default_rng(seed).integers(0, VOCAB, 60).tolist() for seed in range(4)]
+        for version in range(3):
+            assert publisher.publish(version).version == engine.version == version
+            result = logit_probe(engine, score, sequences, [5] * 4, dtype=torch.float32, tolerance=1e-5)
+            print(f"{name} version {version}: {result}", flush=True)
+            disturb(model)
+        try:
+            logit_probe(engine, score, sequences, [5] * 4, dtype=torch.float32)
+        except SyncError as error:
+            assert "another model" in str(error)  # noqa: PT017 - not a pytest test
+            print("stale weights were noticed", flush=True)
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
