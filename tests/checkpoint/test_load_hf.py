@@ -101,9 +101,7 @@ def test_types_are_converted_and_values_beyond_the_type_are_refused(checkpoint: 
     edit(checkpoint, model__layers__1__mlp__down_proj__weight=torch.full((32, 48), 1e5))
     config = transformer_config("llama", params_dtype=half)
     shape = ModelShape.from_megatron(config, vocab_size=VOCAB, padded_vocab_size=128, tied_embeddings=True)
-    with pytest.raises(
-        CheckpointError, match=r"linear_fc2\.weight, loaded as torch\.float16"
-    ):
+    with pytest.raises(CheckpointError, match=r"linear_fc2\.weight, loaded as torch\.float16"):
         load_hf_checkpoint(gpt_models(config, tied=True), family_by_name("llama"), shape, checkpoint)
 
 
