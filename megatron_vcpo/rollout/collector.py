@@ -16,7 +16,7 @@ from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments.protocol import Prompt
 from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
 from megatron_vcpo.rollout.exchange import exchange_trajectories
-from megatron_vcpo.rollout.rewards import RewardOutcome, RewardPool
+from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome, RewardPool
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from megatron_vcpo.rollout.trajectory import Trajectory
 from megatron_vcpo.sync.agreement import raise_together
@@ -49,6 +49,7 @@ class Phase:
 
     minibatches: list[list[Trajectory]]  # one for each optimizer step, in the order they are to be trained on
     rejected: int  # trajectories whose reward failed
+    rejected_by_kind: dict[str, int]  # the same, by one of rewards.KINDS
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -78,22 +79,34 @@ class RolloutCollector:
         started = time.perf_counter()
         prompts = self.sampler.draw(self.config.prompts_per_step * steps)
         local: list[Trajectory] = []
+        kinds = torch.zeros(len(KINDS), dtype=torch.int64)
         failure: Exception | None = None
         seconds = {"generate": 0.0, "reward": 0.0}
         try:
-            local, seconds = self._local(self.place.share(prompts), started)
+            local, kinds, seconds = self._local(self.place.share(prompts), started)
         except Exception as error:  # noqa: BLE001 - raised on all ranks together: the others wait in the exchange
             failure = error
         raise_together(failure)
         trajectories = exchange_trajectories(local, device=self.device)
+        kinds = kinds.to(self.device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(kinds)
         first = prompts[0].group_id
         minibatches: list[list[Trajectory]] = [[] for _ in range(steps)]
         for trajectory in trajectories:
             minibatches[(trajectory.group_id - first) // self.config.prompts_per_step].append(trajectory)
         expected = len(prompts) * self.config.responses_per_prompt
-        return Phase(minibatches=minibatches, rejected=expected - len(trajectories), seconds=seconds)
+        return Phase(
+            minibatches=minibatches,
+            rejected=expected - len(trajectories),
+            rejected_by_kind=dict(zip(KINDS, kinds.tolist())),
+            seconds=seconds,
+        )
 
-    def _local(self, prompts: list[DrawnPrompt], started: float) -> tuple[list[Trajectory], dict[str, float]]:
+    def _local(
+        self, prompts: list[DrawnPrompt], started: float
+    ) -> tuple[list[Trajectory], torch.Tensor, dict[str, float]]:
+        """This engine's trajectories, failed rewards by kind [len(KINDS)], and the seconds."""
         samples = [(drawn, index) for drawn in prompts for index in range(self.config.responses_per_prompt)]
         requests = [
             GenerationRequest(prompt_ids=drawn.ids, seed=response_seed(self.sampler.seed, drawn.group_id, index))
@@ -107,7 +120,7 @@ class RolloutCollector:
         results = self.engine.generate(requests, sampling, progress=self._progress)
         generated = time.perf_counter()
         if self.rewards is None:
-            return [], {"generate": generated - started, "reward": 0.0}
+            return [], torch.zeros(len(KINDS), dtype=torch.int64), {"generate": generated - started, "reward": 0.0}
         outcomes = judge(self.rewards, [drawn.prompt for drawn, _ in samples], results, self.sampler.tokenizer)
         trajectories = [
             self._trajectory(drawn, index, result, outcome)
@@ -115,7 +128,8 @@ class RolloutCollector:
             if outcome.reward is not None
         ]
         self._explain(samples, outcomes)
-        return trajectories, {"generate": generated - started, "reward": time.perf_counter() - generated}
+        kinds = torch.tensor([sum(outcome.kind == kind for outcome in outcomes) for kind in KINDS])
+        return trajectories, kinds, {"generate": generated - started, "reward": time.perf_counter() - generated}
 
     @property
     def _progress(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ def exchange_trajectories(local: Sequence[Trajectory], *, device: torch.device, 
         local: this rank's; a trajectory is given by exactly one rank.
         device: where the backend wants its tensors.
         group: process group; None is the world.
+
+    Raises:
+        ValueError: a trajectory was given twice; it would weigh double in every mean.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         merged = list(local)
@@ -27,7 +31,11 @@ def exchange_trajectories(local: Sequence[Trajectory], *, device: torch.device, 
         merged = [
             t for columns in _gather(pack_trajectories(local), device, group) for t in unpack_trajectories(columns)
         ]
-    return sorted(merged, key=lambda t: (t.group_id, t.index))
+    merged.sort(key=lambda t: (t.group_id, t.index))
+    for before, after in itertools.pairwise(merged):
+        if (before.group_id, before.index) == (after.group_id, after.index):
+            raise ValueError(f"{after.name} was handed in twice.")
+    return merged
 
 
 def _gather(columns: Columns, device: torch.device, group: Any) -> list[Columns]:
@@ -44,7 +52,8 @@ def _gather(columns: Columns, device: torch.device, group: Any) -> list[Columns]
         padded = torch.zeros(width, dtype=torch.uint8, device=device)
         padded[: len(values)] = torch.from_numpy(values.copy()).to(device)
         parts = [torch.empty_like(padded) for _ in every_size]
-        dist.all_gather(parts, padded, group=group)
+        if width:
+            dist.all_gather(parts, padded, group=group)
         for rank, part in enumerate(parts):
             used = int(counts[rank, place]) * dtype.itemsize
             gathered[rank][name] = part[:used].cpu().numpy().view(dtype)

@@ -18,6 +18,9 @@ from typing import Any
 
 from megatron_vcpo.environments import Environment, EnvironmentSetupError, Prompt, Split, make_environment
 
+KINDS = ("raised", "timeout", "died", "invalid")
+"""What can go wrong with a reward: an exception, its deadline, the end of its process, a result that is no number."""
+
 _START_TIMEOUT = 300.0  # seconds for all workers to start and build their environments
 
 
@@ -28,7 +31,7 @@ class RewardOutcome:
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
-    kind: str | None = None  # of the error, for counting: raised, timeout, died, invalid
+    kind: str | None = None  # of the error, one of KINDS
 
 
 class RewardPool:

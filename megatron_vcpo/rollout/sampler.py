@@ -47,6 +47,8 @@ class PromptSampler:
         self._epoch = -1
         self._order = np.zeros(0, np.int64)
         self._size = size_of(environment)
+        if self._size == 0:
+            raise ConfigError("--rollout-environment has no prompts.")
 
     def draw(self, count: int) -> list[DrawnPrompt]:
         """The next `count` prompts.
@@ -85,11 +87,28 @@ class PromptSampler:
         return int(self._order[place])
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor."""
-        return {"position": self._position, "drawn": self._drawn, "skipped": self.skipped}
+        """The cursor, and what makes it mean the same prompts again (a size of -1: without end)."""
+        return {
+            "position": self._position,
+            "drawn": self._drawn,
+            "skipped": self.skipped,
+            "seed": self.seed,
+            "size": -1 if self._size is None else self._size,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a saved cursor."""
+        """Go on from a saved cursor.
+
+        Raises:
+            ConfigError: under another seed or number of prompts it would repeat some prompts and leave out others.
+        """
+        own = self.state_dict()
+        for name, flag in (("seed", "--rollout-seed"), ("size", "--rollout-prompts")):
+            if int(state[name]) != own[name]:
+                raise ConfigError(
+                    f"The saved run drew its prompts with {name} {int(state[name])}, this one has {own[name]}: the "
+                    f"order would not continue; restore {flag}, or add --finetune to start a new run from its weights."
+                )
         self._position, self._drawn, self.skipped = (int(state[k]) for k in ("position", "drawn", "skipped"))
 
 
