@@ -215,8 +215,8 @@ class _Batch:
     usable: Tensor  # [n] bool
     lengths: Tensor  # [n] fp64, 0 where not usable
     ratios: LogRatios  # 0 where mask is False
-    reference: Tensor | None  # [T]
-    entropy: Tensor | None  # [T] with gradient
+    reference: Tensor | None  # [T], anything where mask is False
+    entropy: Tensor | None  # [T] with gradient, anything where mask is False
 
 
 def _prepare(inputs: LossInputs) -> _Batch:
@@ -226,7 +226,7 @@ def _prepare(inputs: LossInputs) -> _Batch:
     if config.entropy_coefficient != 0.0 and inputs.entropy is None:
         raise ValueError("--vcpo-entropy-coefficient other than 0 needs entropy in the loss inputs.")
     ids = segment_ids(inputs.cu_seqlens, inputs.mask.numel())
-    mask = inputs.mask.bool() & (ids < n)
+    mask = inputs.mask.bool()
     finite = torch.isfinite(inputs.policy_logprobs) & torch.isfinite(inputs.behavior_logprobs)
     # Measured quantities that do not enter the loss must not cost a trajectory.
     if config.kl_coefficient > 0.0 and inputs.reference_logprobs is not None:
@@ -235,12 +235,10 @@ def _prepare(inputs: LossInputs) -> _Batch:
         finite = finite & torch.isfinite(inputs.entropy)
     bad_tokens = segment_sum((mask & ~finite).double(), ids, n)
     usable = (bad_tokens == 0.0) & torch.isfinite(inputs.rewards)
-    mask = mask & spread(usable, ids)
+    mask = mask & spread(usable, ids)  # also drops padding
 
-    def masked(values: Tensor | None) -> Tensor | None:
-        # where on the way in: NaN must meet neither the loss nor, through 0 * NaN, its gradient.
-        return None if values is None else torch.where(mask, values, 0.0)
-
+    # where on the way in, as in aggregate() on the way out: a NaN in between meets neither the value of the loss nor,
+    # through 0 * NaN, its gradient.
     policy = torch.where(mask, inputs.policy_logprobs, 0.0)
     return _Batch(
         ids=ids,
@@ -249,8 +247,8 @@ def _prepare(inputs: LossInputs) -> _Batch:
         usable=usable,
         lengths=segment_sum(mask.double(), ids, n),
         ratios=log_ratios(inputs.policy_logprobs, inputs.behavior_logprobs, mask, inputs.cu_seqlens),
-        reference=masked(inputs.reference_logprobs),
-        entropy=masked(inputs.entropy),
+        reference=inputs.reference_logprobs,
+        entropy=inputs.entropy,
     )
 
 
@@ -325,7 +323,6 @@ def vcpo_loss(inputs: LossInputs) -> LossOutputs:
     dropped = vetoed(batch.ratios, batch.ids, config)
     baselines = _baselines(inputs, batch, weights)
     advantages = (inputs.rewards.detach().double() - baselines.values) * inputs.advantage_scales.detach().double()
-    advantages = torch.where(batch.usable, advantages, 0.0)
     normalizers = length_normalizers(
         batch.lengths,
         config,

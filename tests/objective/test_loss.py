@@ -19,7 +19,7 @@ from megatron_vcpo.objective import (
     trajectory_log_energies,
     vcpo_loss,
 )
-from tests.oracle.estimator import Settings, baselines, minibatch
+from tests.oracle.estimator import Sample, Settings, baselines, minibatch
 from tests.oracle.minibatches import loss_and_gradient, pack, per_trajectory, random_samples
 
 NAMES = sorted(CORRECTIONS)
@@ -197,9 +197,10 @@ def test_any_split_of_scopes_with_baselines_from_the_caller_gives_the_same_loss_
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", ["policy", "behavior", "reward", "reference", "entropy"])
+@pytest.mark.parametrize("baseline", ["mean", "opob", "opob-leave-one-out"])
 @pytest.mark.parametrize("correction", NAMES)
-def test_a_trajectory_that_is_not_finite_is_as_if_it_were_not_there(correction, where, value):
-    settings = Settings(correction=correction, kl=0.2, entropy=0.1)
+def test_a_trajectory_that_is_not_finite_is_as_if_it_were_not_there(correction, baseline, where, value):
+    settings = Settings(correction=correction, baseline=baseline, kl=0.2, entropy=0.1)
     samples = [s for s in random_samples(13, groups=4) if s.length]
     broken = 1
     assert sum(s.group == samples[broken].group for s in samples) > 1
@@ -332,6 +333,16 @@ def test_half_precision_log_probs_are_computed_in_single_precision():
     torch.testing.assert_close(outputs.loss, vcpo_loss(rounded).loss)
 
 
+def test_terms_are_added_in_double_precision():
+    settings = Settings(correction="none", baseline="none", normalization="none", aggregation="seq-mean-token-sum")
+    first, second = (np.array([-1e8, -1.0]), np.array([-1e8]))
+    samples = [
+        Sample(policy=p, behavior=p, reward=r, group=0, energy=p, reference=p, entropy=p)
+        for p, r in ((first, 1.0), (second, -1.0))
+    ]
+    assert vcpo_loss(pack(samples, settings, dtype=torch.float32)).loss.item() == 0.5
+
+
 def test_two_calls_give_bitwise_equal_losses_and_gradients():
     samples = random_samples(22, groups=20)
     first = loss_and_gradient(pack(samples, Settings(), dtype=torch.float32))
@@ -367,3 +378,31 @@ def test_an_optimal_baseline_without_energies_is_refused():
         trajectory_baselines(
             rewards=torch.zeros(2), group_ids=torch.zeros(2).long(), log_energies=None, config=VCPOConfig()
         )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("correction", NAMES)
+def test_a_log_weight_that_is_not_finite_marks_its_energy_unusable(correction, value):
+    result = trajectory_log_energies(
+        log_weights=torch.tensor([value, 0.0], dtype=torch.float64),
+        lengths=torch.tensor([2, 2]),
+        energies=torch.ones(2),
+        config=VCPOConfig(correction=correction, aggregation="seq-mean-token-sum"),
+        num_trajectories=2.0,
+        num_tokens=4.0,
+        max_response_length=2,
+    )
+    assert math.isnan(result[0])
+    assert result[1] == 0.0
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave-one-out", "opob", "opob-leave-one-out"])
+def test_unusable_trajectories_take_no_part_in_baselines_for_callers(baseline):
+    config = VCPOConfig(baseline=baseline)
+    rewards, log_e = torch.tensor([1.0, 50.0, 3.0, 4.0]), torch.tensor([0.0, 9.0, 1.0, 2.0])
+    groups, usable = torch.zeros(4).long(), torch.tensor([True, False, True, True])
+    result = trajectory_baselines(rewards=rewards, group_ids=groups, log_energies=log_e, config=config, usable=usable)
+    clean = trajectory_baselines(
+        rewards=rewards[usable], group_ids=groups[usable], log_energies=log_e[usable], config=config
+    )
+    torch.testing.assert_close(result[usable], clean)
