@@ -126,6 +126,9 @@ def main(how):
     name = "tests.oracle.faulty_rewards:FaultyRewards"
     pool = RewardPool(name, split="train", seed=0, config={}, workers=2, timeout=60.0)
     pids = {int(outcome.reward) for outcome in pool.judge([(Prompt(text="?"), "pid")] * 50)}
+    for _ in range(2 if how == "killed" else 0):
+        pool._pool.schedule(time.sleep, args=(60,))  # a worker that waits for work would notice by itself
+    time.sleep(0.5)
     print(*pids, flush=True)
     if how == "raise":
         raise RuntimeError("the trainer broke")
