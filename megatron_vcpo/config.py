@@ -134,6 +134,10 @@ class VCPOConfig:
             self.energy != "exact",
             "--vcpo-energy exact is not available in this version; choose --vcpo-energy logit or length.",
         )
+        _require(
+            self.ess_weights == "raw" or self.correction != "none" or self.correction_upper is not None,
+            "--vcpo-ess-weights capped with --vcpo-correction none needs --vcpo-correction-upper.",
+        )
         for name, value in (("lower", self.correction_lower), ("upper", self.correction_upper)):
             _require(value is None or value >= 0.0, f"--vcpo-correction-{name} must not be negative.")
         if self.correction in ("token-mis", "sequence-mis", "geometric-mis", "icepop"):

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_vcpo.checkpoint.description import ModelDescription, ModelFacts, describe_megatron
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
+from megatron_vcpo.checkpoint.rotary import check_rotary
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.sync.naming import unwrap
@@ -19,7 +20,7 @@ from megatron_vcpo.sync.naming import unwrap
 def model_description(
     args: argparse.Namespace, config: PluginConfig, inputs: Inputs, model_chunks: Sequence[nn.Module]
 ) -> ModelDescription:
-    """Family and sizes of the model that was built.
+    """Family and sizes of the model that was built, its rotary frequencies checked.
 
     Raises:
         CheckpointError: no family fits, or --vcpo-load-hf is another model; the flags to change are named.
@@ -27,8 +28,11 @@ def model_description(
     transformer = unwrap(model_chunks[0]).config
     facts = ModelFacts.from_args(args, inputs.vocab_size)
     if config.vcpo.load_hf is not None:
-        return check_config_matches(config.vcpo.load_hf, transformer, facts)
-    return describe_megatron(transformer, facts)
+        description = check_config_matches(config.vcpo.load_hf, transformer, facts)
+    else:
+        description = describe_megatron(transformer, facts)
+    check_rotary(model_chunks, description)
+    return description
 
 
 def padded_vocab_size(model_chunks: Sequence[nn.Module], tied_embeddings: bool) -> int:

@@ -82,6 +82,8 @@ class MegatronPlugin:
         """Set the hooks of Megatron's GPTModelConfig: gradients' finalization, packed attention, initial weights."""
         from megatron.core.distributed import finalize_model_grads
 
+        # gpt_config_from_args() of 0.19.2 forgets it and leaves 8; short sequences hardly show the error.
+        model_config.rope_scaling_factor = self.args.rope_scaling_factor
         model_config.finalize_model_grads_func = functools.partial(self._finalize, finalize_model_grads)
         if self.args.transformer_impl == "local":
             model_config.transformer_layer_spec = packed_local_spec

@@ -1,12 +1,14 @@
 """torchrun --nproc-per-node N -m megatron_vcpo.train <any Megatron flags> --vcpo-... --rollout-... --sync-...
 
-Megatron's own pretrain() with the plugin in its seams. The top level is light on purpose: saving a checkpoint and the
-reward pool spawn processes that import this file again.
+Megatron's own pretrain() with the plugin in its seams; without torchrun, a job of one process. The top level is light on
+purpose: saving a checkpoint and the reward pool spawn processes that import this file again.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable
@@ -41,6 +43,7 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    _be_one_process_without_torchrun()
     megatron_cpu.install()
     megatron_cpu.patch_megatron()
     from megatron_vcpo import preflight
@@ -60,6 +63,21 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
         print(report(args, config))
         return
     _pretrain(args, config, inputs, flow)
+
+
+def _be_one_process_without_torchrun() -> None:
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, flow: FlowFactory) -> None:

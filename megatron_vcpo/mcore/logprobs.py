@@ -81,22 +81,27 @@ class _TokenStatistics(torch.autograd.Function):
         local = targets - shard.start
         owned = (local >= 0) & (local < shard.valid)
         column = torch.where(owned, local, 0)
-        sums = torch.empty(4, rows, dtype=dtype, device=logits.device)  # sum e, sum e^2, sum e*x, x of the target
+        # Of the columns beside the target: sum e, sum e^2, sum e*x. Then x of the target.
+        sums = torch.empty(4, rows, dtype=dtype, device=logits.device)
         for block in _blocks(rows, width):
             x = _tempered(logits[block], shard, inverse, peak[block])
-            sums[3, block] = x.gather(1, column[block].unsqueeze(1)).squeeze(1)
+            index, mine = column[block].unsqueeze(1), owned[block]
+            sums[3, block] = torch.where(mine, x.gather(1, index).squeeze(1), 0.0)
+            x.scatter_(1, index, torch.where(mine, _EXCLUDED, x.gather(1, index).squeeze(1)).unsqueeze(1))
             e = x.exp()
             sums[0, block] = e.sum(1)
             sums[1, block] = torch.linalg.vecdot(e, e)
             sums[2, block] = torch.linalg.vecdot(e, x)
-        sums[3] = torch.where(owned, sums[3], 0.0)
         if shard.group is not None:
             dist.all_reduce(sums, group=shard.group)
-        total, square, moment, target = sums
+        rest, rest_square, rest_moment, target = sums
+        at_target = target.exp()
+        total = rest + at_target
         log_total = total.log()
         logprobs = target - log_total
-        energy = 1.0 - 2.0 * logprobs.exp() + square / (total * total)
-        entropy = log_total - moment / total
+        # (1 - pi_target)^2 + sum of the others' pi^2, without the cancellation of 1 - 2 pi_target + sum pi^2.
+        energy = (rest * rest + rest_square) / (total * total)
+        entropy = log_total - (rest_moment + at_target * target) / total
         ctx.save_for_backward(logits, column, owned, peak + log_total, entropy)
         ctx.shard, ctx.inverse = shard, inverse
         ctx.mark_non_differentiable(energy)

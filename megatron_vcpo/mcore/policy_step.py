@@ -40,6 +40,7 @@ from megatron_vcpo.objective import (
     segment_sum,
     sequence_log_weights,
     trajectory_baselines,
+    trajectory_baselines_with_fallbacks,
     trajectory_energies,
     trajectory_log_energies,
 )
@@ -106,6 +107,7 @@ class PolicyStep:
         self._result: dict[str, float] = {}
         self._metric_names: list[str] | None = None
         self._lag = 0.0
+        self._scored_fallbacks = 0.0
         self._context = OutputContext(
             vocab_size=settings.vocab_size,
             temperature=settings.temperature,
@@ -133,6 +135,7 @@ class PolicyStep:
         """
         self.minibatch = build_minibatch(trajectories, self.config, self.settings.packing, self.device)
         self._lag = lag
+        self._scored_fallbacks = 0.0
         self.skip_reason = ""
         if self.config.kl_coefficient > 0.0:
             self._score_reference(model, forward_backward)
@@ -237,9 +240,15 @@ class PolicyStep:
             num_tokens=float(batch.num_response_tokens),
             max_response_length=self.settings.max_response_length,
         )
-        return trajectory_baselines(
-            rewards=batch.rewards, group_ids=batch.group_ids, log_energies=log_energies, config=self.config
+        result = trajectory_baselines_with_fallbacks(
+            rewards=batch.rewards,
+            group_ids=batch.group_ids,
+            log_energies=log_energies,
+            config=self.config,
+            usable=torch.isfinite(log_weights),
         )
+        self._scored_fallbacks = float(result.fallback.sum().item()) / max(1, batch.num_trajectories)
+        return result.values
 
     def _baseline_inputs(self, micro: MicroBatch, stats: dict[str, Tensor]) -> Tensor:
         """Log-weights, energies and lengths of a micro-batch's trajectories: [3, n] fp64."""
@@ -344,8 +353,9 @@ class PolicyStep:
             "rho_reference": self.scheduler.reference,
             "lr_multiplier": multiplier,
             "lr": max((float(group["lr"]) for group in self.scheduler.optimizer.param_groups), default=math.nan),
-            "nonfinite_trajectories": float(batch.num_trajectories - usable),
             **metrics,
+            "nonfinite_trajectories": (batch.num_trajectories - usable) / max(1, batch.num_trajectories),
+            "baseline_fallbacks": max(metrics.get("baseline_fallbacks", 0.0), self._scored_fallbacks),
         }
 
     def _reduce(self) -> tuple[Tensor, dict[str, float]]:

@@ -99,3 +99,11 @@ def test_chunking_the_output_layer_changes_neither_values_nor_gradients(chunk):
     _reference(hidden[:, 0] @ weight.T, labels[0], 9, 0.9)[0].sum().backward()
     torch.testing.assert_close(grads[0], weight.grad)
     torch.testing.assert_close(grads[1], hidden.grad)
+
+
+def test_the_energy_of_a_sharp_policy_does_not_cancel_away():
+    logits = torch.tensor([[20.0, 0.0, 1.0]])
+    stats = token_statistics(logits, torch.tensor([0]), VocabShard.of(3, 3, None))
+    _, energy, _ = _reference(logits.double(), torch.tensor([0]), 3, 1.0)
+    assert 0.0 < float(energy) < 1e-15
+    torch.testing.assert_close(stats.energy.double(), energy, rtol=1e-5, atol=0.0)
