@@ -20,6 +20,7 @@ from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Generat
 from megatron_vcpo.rollout.process_state import EngineTurn
 from megatron_vcpo.rollout.trajectory import Float32Array
 from megatron_vcpo.rollout.vllm_weights import WeightLoader
+from patches import vllm_shutdown_process_group
 
 _LOGPROB_EPSILON = 1e-4  # rounding may lift the log-prob of a near-certain token this far above 0
 
@@ -159,14 +160,12 @@ class VLLMEngine:
         self.version = None
         llm, self._llm = self._llm, None
         owns, self._owns_process_group = self._owns_process_group, False
-        with self._turn:
+        keep = contextlib.nullcontext() if owns else vllm_shutdown_process_group.trainer_groups_kept()
+        with self._turn, keep:
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
-            if owns and torch.distributed.is_initialized():
-                from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-                destroy_model_parallel()
-                destroy_distributed_environment()
+            elif owns and torch.distributed.is_initialized():  # the start failed half-way
+                torch.distributed.destroy_process_group()
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

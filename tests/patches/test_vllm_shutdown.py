@@ -1,0 +1,50 @@
+"""A trainer's process groups outlive the engine, and only because of the patch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.oracle import tiny_models
+
+_ROOT = Path(__file__).parents[2]
+_TRAINER = """
+import contextlib, sys
+import torch, torch.distributed as dist
+from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from patches import vllm_shutdown_process_group
+
+if sys.argv[2] == "unpatched":
+    vllm_shutdown_process_group.trainer_groups_kept = contextlib.nullcontext
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+own = dist.new_group([0])
+VLLMEngine(
+    VLLMSettings(model_dir=sys.argv[1], dtype="float32", max_model_len=64, kv_cache_bytes=64 << 20)
+).shutdown()
+dist.all_reduce(torch.ones(1))
+dist.all_reduce(torch.ones(1), group=own)
+print("the groups are there")
+"""
+
+
+def run(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    tiny_models.save("llama", 0, folder)
+    return subprocess.run(
+        [sys.executable, "-c", _TRAINER, str(folder), how], cwd=_ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.engine
+def test_the_trainer_s_groups_outlive_the_engine(tmp_path):
+    finished = run(tmp_path, "patched")
+    assert "the groups are there" in finished.stdout, finished.stderr[-3000:]
+
+
+@pytest.mark.engine
+def test_shutdown_still_destroys_every_group(tmp_path):
+    finished = run(tmp_path, "unpatched")
+    assert "the groups are there" not in finished.stdout
+    assert "process group has not been initialized" in finished.stderr
