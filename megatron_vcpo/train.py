@@ -1,7 +1,7 @@
 """torchrun --nproc-per-node N -m megatron_vcpo.train <any Megatron flags> --vcpo-... --rollout-... --sync-...
 
-Megatron's own pretrain() with the plugin in its seams; without torchrun, a job of one process. The top level is light on
-purpose: saving a checkpoint and the reward pool spawn processes that import this file again.
+Megatron's own pretrain() with the plugin in its seams; without torchrun, a job of one process. The top level is light
+on purpose: saving a checkpoint and the reward pool spawn processes that import this file again.
 """
 
 from __future__ import annotations

@@ -159,6 +159,8 @@ def install() -> None:
     # jit_fuser is torch.compile: there is nothing to gain from a C++ compile of small CPU kernels, and much to wait
     # for.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Megatron insists on it with tensor parallelism; without a device it means nothing.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, value in _cuda_names().items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
@@ -178,7 +180,8 @@ def _redirect_factories() -> None:
     functions: list[Any] = [*_device_constructors(), *(getattr(torch, name) for name in likes)]
     for function in functions:
         name = getattr(function, "__name__", "")
-        if getattr(torch, name, None) is function:
+        exported = getattr(torch, name, None) is function
+        if exported:
             setattr(torch, name, _factory(function))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
         setattr(torch.Tensor, name, _factory(getattr(torch.Tensor, name)))

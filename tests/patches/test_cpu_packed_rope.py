@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+
 from tests.oracle.single_process import single_process_megatron
 
 
