@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
+import math
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,22 +105,36 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
             f"--global-batch-size {args.global_batch_size} must be --rollout-prompts-per-step x "
             f"--rollout-responses-per-prompt = {trajectories}; drop it to have it set."
         )
-    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    dp_size = max(1, args.world_size // model_parallel)
+    dp_size = _data_parallel_size(args)
     if trajectories % dp_size:
         raise ConfigError(
             f"{trajectories} trajectories a step (--rollout-prompts-per-step {rollout.prompts_per_step} x "
             f"--rollout-responses-per-prompt {rollout.responses_per_prompt}) do not divide over {dp_size} "
             "data-parallel ranks; change one of the two."
         )
-    if args.world_size % rollout.engine_tensor_parallel_size:
+    engine = rollout.engine_tensor_parallel_size
+    if args.world_size % engine:
         raise ConfigError(
-            f"--rollout-engine-tensor-parallel-size {rollout.engine_tensor_parallel_size} must divide the number of "
-            f"processes ({args.world_size})."
+            f"--rollout-engine-tensor-parallel-size {engine} must divide the number of processes ({args.world_size})."
+        )
+    if args.num_attention_heads % engine:
+        raise ConfigError(
+            f"--rollout-engine-tensor-parallel-size {engine} must divide --num-attention-heads "
+            f"{args.num_attention_heads}."
         )
     _resolve_lengths(args, config)
     _resolve_staleness(config)
     _resolve_files(args, config)
+
+
+def _data_parallel_size(args: argparse.Namespace) -> int:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if min(tensor, pipeline) < 1 or args.world_size % (tensor * pipeline):
+        raise ConfigError(
+            f"{args.world_size} processes do not divide into model-parallel groups of --tensor-model-parallel-size "
+            f"{tensor} x --pipeline-model-parallel-size {pipeline}; change one of the two or the number of processes."
+        )
+    return int(args.world_size // (tensor * pipeline))
 
 
 def _require_megatron_flags(args: argparse.Namespace) -> None:
@@ -142,10 +160,20 @@ def _require_megatron_flags(args: argparse.Namespace) -> None:
         )
     if args.rampup_batch_size is not None:
         raise ConfigError("--rampup-batch-size cannot work: the batch is what the rollouts give; drop it.")
-    if not args.train_iters:
-        raise ConfigError("--train-iters (optimizer steps) is required.")
-    if args.seq_length is None:
-        raise ConfigError("--seq-length (tokens of a prompt and its response, at most) is required.")
+    required = (
+        ("train_iters", "optimizer steps"),
+        ("seq_length", "tokens of a prompt and its response, at most"),
+        ("num_layers", "layers of the model"),
+        ("hidden_size", "width of the model"),
+        ("num_attention_heads", "query heads of a layer"),
+        ("lr", "peak learning rate"),
+    )
+    for name, meaning in required:
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if value is None:
+            raise ConfigError(f"{flag} ({meaning}) is required.")
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{flag} ({meaning}) must be a positive number, not {value}.")
 
 
 def _resolve_lengths(args: argparse.Namespace, config: PluginConfig) -> None:
@@ -204,28 +232,57 @@ def _resolve_files(args: argparse.Namespace, config: PluginConfig) -> None:
         rollout.seed = args.seed
     if config.vcpo.load_hf is not None and not (Path(config.vcpo.load_hf) / "config.json").is_file():
         raise ConfigError(f"--vcpo-load-hf {config.vcpo.load_hf}: no config.json in that folder.")
-    if args.load is not None and not (Path(args.load) / "latest_checkpointed_iteration.txt").is_file():
-        # Megatron would go on with random weights, or exit with code 0.
-        if args.load != args.save:
-            raise ConfigError(
-                f"--load {args.load}: no checkpoint there (no latest_checkpointed_iteration.txt); correct the path or "
-                f"drop it."
-            )
+    if args.load is not None and not _holds_checkpoint(args):
         args.load = None
-    if args.save is not None:
-        _require_writable(Path(args.save), "--save")
-        args.dataloader_save = args.save
-    else:
-        args.dataloader_save = None
+    for flag, folder in (("--save", args.save), ("--rollout-run-dir", rollout.run_dir)):
+        if folder is not None:
+            _require_writable(Path(folder), flag, create=not config.vcpo.dry_run)
+    args.dataloader_save = args.save
 
 
-def _require_writable(folder: Path, flag: str) -> None:
+def _holds_checkpoint(args: argparse.Namespace) -> bool:
+    """False where --load names the folder of a run that is yet to begin; ConfigError on anything else unreadable.
+
+    Megatron would go on with random weights, or exit with code 0.
+    """
+    folder, tracker = Path(args.load), Path(args.load) / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        if args.load == args.save:
+            return False
+        raise ConfigError(
+            f"--load {folder}: no checkpoint there (no latest_checkpointed_iteration.txt); correct the path or drop it."
+        )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag} {folder}: cannot create the folder ({error.strerror}).") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{flag} {folder}: the folder is not writable.")
+        name = tracker.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--load {folder}: {tracker.name} cannot be read ({error}).") from error
+    if args.ckpt_step is not None:
+        name = str(args.ckpt_step)
+    if name != "release" and not name.isdecimal():
+        raise ConfigError(f"--load {folder}: {tracker.name} holds {name[:40]!r} and not the number of an iteration.")
+    checkpoint = folder / (name if name == "release" else f"iter_{int(name):07d}")
+    if not checkpoint.is_dir() or not any(checkpoint.iterdir()):
+        raise ConfigError(
+            f"--load {folder}: the checkpoint {checkpoint.name} that {tracker.name} names is missing or empty; write "
+            "the number of one that is there into that file, or choose another folder."
+        )
+    return True
+
+
+def _require_writable(folder: Path, flag: str, *, create: bool) -> None:
+    """The folder, or the nearest one above it that exists, can be written to."""
+    if create:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{flag} {folder}: cannot create the folder ({error.strerror}).") from error
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"{flag} {folder}: {existing} is not a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {folder}: the folder {existing} is not writable.")
 
 
 def parse(adjust: Callable[[PluginConfig], None] | None = None) -> tuple[argparse.Namespace, PluginConfig]:
@@ -239,7 +296,12 @@ def parse(adjust: Callable[[PluginConfig], None] | None = None) -> tuple[argpars
     """
     from megatron.training.arguments import parse_args
 
-    args = parse_args(extra_args_provider=add_vcpo_args)
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        # The generated usage, printed before every complaint of argparse, is a thousand flags long.
+        parser.usage = "%(prog)s <Megatron's flags> --vcpo-... --rollout-... --sync-... (--help explains each)"
+        return add_vcpo_args(parser)
+
+    args = parse_args(extra_args_provider=provider)
     config = plugin_config_from_args(args)
     if adjust is not None:
         adjust(config)
@@ -265,10 +327,21 @@ def finish(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> N
         args.padded_vocab_size = -(-vocab_size // multiple) * multiple
     if args.tokenizer_type is None:
         args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", config.rollout.tokenizer
+    # It prints every argument that there is; a dry run prints its report instead.
+    silence = contextlib.redirect_stdout(io.StringIO()) if config.vcpo.dry_run else contextlib.nullcontext()
     try:
-        validate_args(args, {})
-    except AssertionError as error:
-        raise ConfigError(f"Megatron refuses these flags: {error or 'an assertion without a message'}.") from error
+        with silence:
+            validate_args(args, {})
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"Megatron refuses these flags: {_reason(error)}.") from error
     args.variable_seq_lengths = True  # validate_args sets it to False, and there is no flag
     if not config.vcpo.dry_run:
         set_global_variables(args)
+
+
+def _reason(error: BaseException) -> str:
+    """The words of an assertion, or the assertion itself where it has none."""
+    if str(error):
+        return " ".join(str(error).split()).rstrip(".")
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].line}" if frames else type(error).__name__

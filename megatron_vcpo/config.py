@@ -6,8 +6,9 @@ sentence that names the flag to change.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 class ConfigError(ValueError):
@@ -32,6 +33,17 @@ Aggregation = Literal["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-tok
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise ConfigError(sentence)
+
+
+def _require_numbers(config: Any, prefix: str, minimum: dict[str, int]) -> None:
+    """Every float finite, and the named integers, where they are given, at least so large."""
+    for field in dataclasses.fields(config):
+        value, flag = getattr(config, field.name), f"--{prefix}-{field.name.replace('_', '-')}"
+        if isinstance(value, float):
+            _require(math.isfinite(value), f"{flag} must be a finite number, not {value}.")
+        if field.name in minimum and value is not None:
+            least = minimum[field.name]
+            _require(value >= least, f"{flag} must be at least {least}, not {value}.")
 
 
 @dataclass(kw_only=True)
@@ -117,6 +129,11 @@ class VCPOConfig:
 
     def validate(self) -> None:
         """Raise ConfigError on the first setting that cannot work."""
+        _require_numbers(
+            self,
+            "vcpo",
+            {"ess_reference_steps": 1, "tokens_per_micro_batch": 1, "logit_chunk": 0, "dry_run_processes": 1},
+        )
         if self.ess_reference != "auto":
             try:
                 reference = float(self.ess_reference)
@@ -126,7 +143,6 @@ class VCPOConfig:
                 0.0 < reference <= 1.0,
                 f"--vcpo-ess-reference must be a number in (0, 1] or 'auto', not {self.ess_reference!r}.",
             )
-        _require(self.ess_reference_steps >= 1, "--vcpo-ess-reference-steps must be at least 1.")
         _require(0.0 <= self.ess_floor <= 1.0, f"--vcpo-ess-floor must lie in [0, 1], not {self.ess_floor}.")
         _require(self.veto_ratio >= 0.0, "--vcpo-veto-ratio must not be negative.")
         _require(self.kl_coefficient >= 0.0, "--vcpo-kl-coefficient must not be negative.")
@@ -146,11 +162,6 @@ class VCPOConfig:
                 low is None or high is None or low < high,
                 f"--vcpo-correction-lower ({low}) must be below --vcpo-correction-upper ({high}).",
             )
-        _require(
-            self.tokens_per_micro_batch is None or self.tokens_per_micro_batch > 0,
-            "--vcpo-tokens-per-micro-batch must be positive.",
-        )
-        _require(self.logit_chunk >= 0, "--vcpo-logit-chunk must not be negative.")
 
 
 @dataclass(kw_only=True)
@@ -257,20 +268,21 @@ class RolloutConfig:
 
     def validate(self) -> None:
         """Raise ConfigError on the first setting that cannot work."""
-        for name in ("prompts_per_step", "responses_per_prompt", "max_response_length", "reward_workers"):
-            flag = "--rollout-" + name.replace("_", "-")
-            _require(getattr(self, name) >= 1, f"{flag} must be at least 1, not {getattr(self, name)}.")
+        at_least_one = (
+            *("prompts_per_step", "responses_per_prompt", "max_response_length", "max_prompt_length"),
+            *("steps_per_phase", "engine_tensor_parallel_size", "engine_kv_cache_bytes", "engine_max_sequences"),
+            *("reward_workers", "eval_num_prompts", "eval_samples"),
+        )
+        not_negative = ("max_lag", "eval_interval", "save_trajectories")
+        _require_numbers(self, "rollout", dict.fromkeys(at_least_one, 1) | dict.fromkeys(not_negative, 0))
         _require(self.temperature > 0.0, "--rollout-temperature must be above 0: greedy rollouts have no gradient.")
         _require(
             self.top_p == 1.0 and self.top_k == 0,
             "--rollout-top-p other than 1 and --rollout-top-k other than 0 are refused: the policy's log-probs would "
-            "not "
-            "be those of the distribution that was sampled from; leave them at 1.0 and 0.",
+            "not be those of the distribution that was sampled from; leave them at 1.0 and 0.",
         )
-        _require(self.max_lag >= 0, "--rollout-max-lag must not be negative.")
         _require(self.reward_timeout > 0.0, "--rollout-reward-timeout must be positive.")
-        _require(self.eval_interval >= 0, "--rollout-eval-interval must not be negative.")
-        _require(self.eval_samples >= 1, "--rollout-eval-samples must be at least 1.")
+        _require(self.eval_temperature >= 0.0, "--rollout-eval-temperature must not be negative; 0 is greedy.")
         _require(
             self.eval_samples == 1 or self.eval_temperature > 0.0,
             "--rollout-eval-samples above 1 needs --rollout-eval-temperature above 0: greedy responses are all equal.",
@@ -296,8 +308,11 @@ class SyncConfig:
 
     def validate(self) -> None:
         """Raise ConfigError on the first setting that cannot work."""
-        _require(self.interval >= 1, f"--sync-interval must be at least 1, not {self.interval}.")
-        _require(self.bucket_bytes >= 1 << 16, "--sync-bucket-bytes must be at least 65536.")
+        _require_numbers(self, "sync", {"interval": 1, "bucket_bytes": 1 << 16})
+        _require(
+            self.verify_tolerance is None or self.verify_tolerance > 0.0,
+            "--sync-verify-tolerance must be positive; --sync-verify off leaves the check out.",
+        )
 
 
 @dataclass(kw_only=True)
@@ -312,11 +327,19 @@ class PluginConfig:
         """Check each group, then what only the groups together can show."""
         for group in (self.vcpo, self.rollout, self.sync):
             group.validate()
+        responses, prompts = self.rollout.responses_per_prompt, self.rollout.prompts_per_step
         _require(
-            self.rollout.responses_per_prompt > 1
-            or self.vcpo.baseline == "none"
-            or self.vcpo.baseline_scope == "minibatch",
+            responses > 1 or self.vcpo.reward_normalization != "group-std",
+            "--rollout-responses-per-prompt 1 leaves --vcpo-reward-normalization group-std no rewards to compare "
+            "(every gradient is zero); use minibatch-std, none, or more responses.",
+        )
+        _require(
+            responses * prompts > 1 or (self.vcpo.baseline == "none" and self.vcpo.reward_normalization == "none"),
+            "One trajectory a step leaves the baseline and the normalization nothing to compare with (every gradient "
+            "is zero); raise --rollout-prompts-per-step or --rollout-responses-per-prompt.",
+        )
+        _require(
+            responses > 1 or self.vcpo.baseline == "none" or self.vcpo.baseline_scope == "minibatch",
             "--rollout-responses-per-prompt 1 leaves a group baseline nothing to compare with (every gradient is "
-            "zero); "
-            "use --vcpo-baseline-scope minibatch, --vcpo-baseline none, or more responses.",
+            "zero); use --vcpo-baseline-scope minibatch, --vcpo-baseline none, or more responses.",
         )

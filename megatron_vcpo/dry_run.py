@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
+import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_vcpo.config import PluginConfig
+import torch
 
-_MIB = 1 << 20
+from megatron_vcpo.config import PluginConfig
+from megatron_vcpo.objective.corrections import CORRECTIONS
+
+_GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MAX_RANKS_SHOWN = 32
+_RANK_COLUMNS = ("rank", "tp", "pp", "dp", "ep", "engine", "engine_tp")
+_WIDTH = 38
 
 
 def report(args: argparse.Namespace, config: PluginConfig) -> str:
@@ -23,112 +28,254 @@ def report(args: argparse.Namespace, config: PluginConfig) -> str:
         config: the plugin's, resolved.
     """
     parts = [
-        "Every flag was checked; nothing was started.",
+        "VCPO dry run: every flag was checked, nothing was started.",
+        _model(args, config),
+        _flow(args, config),
         _configuration(config),
         _rank_map(args, config),
         _memory(args, config),
-        _schedule(args, config),
+        _notes(args, config),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _section(title: str, rows: list[tuple[str, object]]) -> str:
+    return "\n".join([title, *(f"  {name:<{_WIDTH}} {value}" for name, value in rows)])
+
+
+def _model(args: argparse.Namespace, config: PluginConfig) -> str:
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    rows: list[tuple[str, object]] = [
+        ("parameters", f"{count_parameters(args).total:,}"),
+        ("layers x hidden, feed-forward", f"{args.num_layers} x {args.hidden_size:,}, {args.ffn_hidden_size:,}"),
+        ("heads, key-value heads, head size", f"{args.num_attention_heads}, {groups}, {args.kv_channels}"),
+        ("vocabulary, padded", f"{args.vocab_size:,}, {args.padded_vocab_size:,}"),
+    ]
+    if args.num_experts:
+        rows.append(("experts, chosen for each token", f"{args.num_experts}, {args.moe_router_topk}"))
+    rows += [
+        ("trainer's data type", str(args.params_dtype).removeprefix("torch.")),
+        ("layers from", args.transformer_impl),
+        ("initial weights", args.load or config.vcpo.load_hf or "random"),
+    ]
+    return _section("Model", rows)
+
+
+def _flow(args: argparse.Namespace, config: PluginConfig) -> str:
+    rollout, interval = config.rollout, config.sync.interval
+    prompts, responses = rollout.prompts_per_step, rollout.responses_per_prompt
+    phase = rollout.phase_steps(interval)
+    every = f"every {rollout.eval_interval} steps on {rollout.eval_num_prompts} prompts"
+    rows: list[tuple[str, object]] = [
+        ("optimizer steps", args.train_iters),
+        ("trajectories a step", f"{prompts * responses} ({prompts} prompts x {responses} responses)"),
+        ("steps fed by one rollout phase", f"{phase} ({phase * prompts * responses:,} trajectories)"),
+        ("age of the oldest token, at most", f"{rollout.max_lag} steps; older trajectories are refused"),
+        ("weights published", f"every {interval} step(s), before a rollout phase"),
+        ("prompt + response, at most", f"{rollout.max_prompt_length} + {rollout.max_response_length} tokens"),
+        ("tokens of a micro-batch, at most", f"{config.vcpo.tokens_per_micro_batch:,}"),
+        ("learning rate", _learning_rate(args, config)),
+        ("evaluation", every if rollout.eval_interval else "none"),
+    ]
+    return _section("Flow", rows)
+
+
+def _learning_rate(args: argparse.Namespace, config: PluginConfig) -> str:
+    vcpo = config.vcpo
+    if vcpo.ess_scaling == "off":
+        return f"{args.lr:g} ({args.lr_decay_style})"
+    power = {"sqrt": "^(1/2)", "linear": ""}[vcpo.ess_scaling]
+    scale = f"(rho / {vcpo.ess_reference}){power}, rho from {vcpo.ess_weights} weights"
+    return f"{args.lr:g} ({args.lr_decay_style}) x {scale}"
 
 
 def _configuration(config: PluginConfig) -> str:
-    lines = ["Resolved configuration:"]
+    correction = CORRECTIONS[config.vcpo.correction]
+    implied = {"correction_lower": correction.lower, "correction_upper": correction.upper}
+    lines = ["Resolved configuration"]
     for prefix in ("vcpo", "rollout", "sync"):
         group: Any = getattr(config, prefix)
         for field in dataclasses.fields(group):
-            lines.append(f"  --{prefix}-{field.name.replace('_', '-'):<32} {getattr(group, field.name)}")
+            value = getattr(group, field.name)
+            value = implied.get(field.name) if value is None and field.name in implied else value
+            text = "-" if value is None else " ".join(str(value).split())
+            lines.append(f"  {f'--{prefix}-{field.name}'.replace('_', '-'):<{_WIDTH}} {text}")
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------------- ranks
+
+
 def rank_rows(args: argparse.Namespace, config: PluginConfig) -> list[dict[str, int]]:
-    """One row for each process: rank, tp, pp, dp, ep, the engine it belongs to and its rank in the engine."""
+    """One row for each process: rank, tp, pp, dp, ep, the engine it belongs to and its rank in the engine.
+
+    The generators are those of Megatron-Core's parallel_state.initialize_model_parallel().
+    """
     from megatron.core.parallel_state import RankGenerator
 
     tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
     order = "tp-cp-ep-dp-pp" if not args.use_tp_pp_dp_mapping else "tp-cp-ep-pp-dp"
-    dp = args.world_size // (tp * pp)
-    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order=order)
     expert_tp = args.expert_tensor_parallel_size or tp
+    dense = RankGenerator(tp=tp, ep=1, dp=args.world_size // (tp * pp), pp=pp, cp=1, order=order)
     expert_dp = args.world_size // (expert_tp * ep * pp)
     expert = RankGenerator(tp=expert_tp, ep=ep, dp=expert_dp, pp=pp, cp=1, order=order)
     engine = config.rollout.engine_tensor_parallel_size
     rows = [{"rank": rank, "engine": rank // engine, "engine_tp": rank % engine} for rank in range(args.world_size)]
-    for name, generator, token in (("tp", dense, "tp"), ("pp", dense, "pp"), ("dp", dense, "dp"), ("ep", expert, "ep")):
-        for group in generator.get_ranks(token):
+    for name, generator in (("tp", dense), ("pp", dense), ("dp", dense), ("ep", expert)):
+        for group in generator.get_ranks(name):
             for place, rank in enumerate(group):
                 rows[rank][name] = place
     return rows
 
 
 def _rank_map(args: argparse.Namespace, config: PluginConfig) -> str:
-    columns = ("rank", "tp", "pp", "dp", "ep", "engine", "engine_tp")
     rows = rank_rows(args, config)
-    lines = [f"Rank map ({len(rows)} processes):", "  " + " ".join(f"{name:>9}" for name in columns)]
-    lines += ["  " + " ".join(f"{row.get(name, 0):>9}" for name in columns) for row in rows[:_MAX_RANKS_SHOWN]]
+    size = config.rollout.engine_tensor_parallel_size
+    engines = f"{len(rows) // size} engine{'s' * (len(rows) > size)} of {size} rank{'s' * (size > 1)}"
+    lines = [
+        f"Rank map ({len(rows)} processes, {engines})",
+        "  " + " ".join(f"{name:>9}" for name in _RANK_COLUMNS),
+    ]
+    lines += ["  " + " ".join(f"{row[name]:>9}" for name in _RANK_COLUMNS) for row in rows[:_MAX_RANKS_SHOWN]]
     if len(rows) > _MAX_RANKS_SHOWN:
         lines.append(f"  ... and {len(rows) - _MAX_RANKS_SHOWN} more in the same order")
     return "\n".join(lines)
 
 
-def _memory(args: argparse.Namespace, config: PluginConfig) -> str:
-    from megatron.training.theoretical_memory_usage import (
-        compute_activation_memory,
-        compute_activation_memory_without_sp,
-        compute_weight_and_optimizer_memory,
+# ---------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    """Parameters of the whole model, by how they are spread over ranks."""
+
+    embedding: int  # one table; there are two where the output layer is untied
+    tables: int
+    layers: int  # all layers without their experts, and the last norm
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """Parameters of the whole model."""
+        return self.tables * self.embedding + self.layers + self.experts
+
+
+def count_parameters(args: argparse.Namespace) -> ParameterCounts:
+    """Count the parameters of a model of one of the known families from Megatron's arguments."""
+    hidden, head = args.hidden_size, args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    gate = 3 if args.swiglu else 2
+    qkv = head * (args.num_attention_heads + 2 * groups)
+    attention = hidden * qkv + hidden * head * args.num_attention_heads
+    attention += qkv if args.add_qkv_bias else 0
+    attention += 2 * head if args.qk_layernorm else 0
+    sparse = _sparse_layers(args)
+    layers = args.num_layers * (attention + 2 * hidden) + hidden
+    layers += (args.num_layers - sparse) * gate * hidden * args.ffn_hidden_size
+    experts = 0
+    if sparse:
+        layers += sparse * hidden * args.num_experts
+        experts = sparse * gate * hidden * (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.num_experts
+    return ParameterCounts(
+        embedding=hidden * args.padded_vocab_size,
+        tables=2 if args.untie_embeddings_and_output_weights else 1,
+        layers=layers,
+        experts=experts,
     )
 
-    # Megatron's formulas count a micro-batch of seq_length tokens; ours holds the token budget.
-    sized = argparse.Namespace(**{**vars(args), "seq_length": config.vcpo.tokens_per_micro_batch})
-    with contextlib.redirect_stdout(io.StringIO()):
-        state = compute_weight_and_optimizer_memory(sized)
-        selective = args.sequence_parallel and args.recompute_granularity == "selective"
-        activations = (compute_activation_memory if selective else compute_activation_memory_without_sp)(sized, None)
-    dtype = config.rollout.engine_dtype
-    bytes_each = _DTYPE_BYTES.get(dtype, 2 if args.bf16 or args.fp16 else 4)
-    engine = count_parameters(args) * bytes_each / config.rollout.engine_tensor_parallel_size
-    rows = (
-        ("trainer weights, gradients, optimizer", state),
-        ("trainer activations (no recomputation counted)", activations),
-        ("engine weights", engine),
-        ("engine key-value cache", float(config.rollout.engine_kv_cache_bytes)),
-        ("weight sync staging", 2.0 * config.sync.bucket_bytes),
+
+def _sparse_layers(args: argparse.Namespace) -> int:
+    if not args.num_experts:
+        return 0
+    if isinstance(args.moe_layer_freq, list):
+        return sum(bool(flag) for flag in args.moe_layer_freq)
+    return len(range(0, args.num_layers, args.moe_layer_freq))
+
+
+def _state_bytes(args: argparse.Namespace) -> float:
+    """Weights, gradients and optimizer state of the rank that holds most: a pipeline's first or last."""
+    counts = count_parameters(args)
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tables = counts.tables if pp == 1 else 1
+    dense = (counts.layers / pp + tables * counts.embedding) / tp
+    expert_ranks = (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size * pp
+    half = args.bf16 or args.fp16
+    gradient = 2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4
+    kept = (2 if half else 4) + gradient
+    sharded = 12 if half else 8  # fp32 copy (of half precision only) and two moments
+
+    def size(parameters: float, replicas: int) -> float:
+        return parameters * (kept + sharded / (replicas if args.use_distributed_optimizer else 1))
+
+    return size(dense, args.world_size // (tp * pp)) + size(
+        counts.experts / expert_ranks, args.world_size // expert_ranks
     )
-    lines = ["Memory estimate of the fullest rank, MiB:"]
-    lines += [f"  {name:<48} {size / _MIB:>12,.0f}" for name, size in rows]
-    lines.append(f"  {'together':<48} {sum(size for _, size in rows) / _MIB:>12,.0f}")
+
+
+def _activation_bytes(args: argparse.Namespace, config: PluginConfig) -> float:
+    """Layers' activations of one micro-batch, times those in flight in a pipeline.
+
+    After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), table
+    2, for an attention that keeps no scores.
+    """
+    tp = args.tensor_model_parallel_size
+    tokens = float(config.vcpo.tokens_per_micro_batch or args.seq_length)
+    width = 2 if args.bf16 or args.fp16 else 4
+    ffn = args.ffn_hidden_size
+    if args.num_experts:
+        ffn = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    shared, split = 10.0, 8.0 + 4.0 * ffn / args.hidden_size  # bytes per token and hidden unit, in half precision
+    layer = (shared / (tp if args.sequence_parallel else 1) + split / tp) * tokens * args.hidden_size * width / 2
+    kept = tokens * args.hidden_size * width / (tp if args.sequence_parallel else 1)
+    layers = args.num_layers  # of 1/pp of them for pp micro-batches in flight
+    return layers * kept + layer if args.recompute_granularity == "full" else layers * layer
+
+
+def _logit_bytes(args: argparse.Namespace, config: PluginConfig) -> float:
+    """Logits of a chunk in the trainer's type, in fp32, and their gradient in fp32."""
+    tokens = config.vcpo.logit_chunk or config.vcpo.tokens_per_micro_batch or args.seq_length
+    width = 2 if args.bf16 or args.fp16 else 4
+    return float(tokens * args.padded_vocab_size / args.tensor_model_parallel_size * (width + 8))
+
+
+def _engine_bytes(args: argparse.Namespace, config: PluginConfig) -> int:
+    dtype = config.rollout.engine_dtype
+    return _DTYPE_BYTES.get(dtype, 2 if args.bf16 or args.fp16 else 4)
+
+
+def cache_tokens(args: argparse.Namespace, config: PluginConfig) -> int:
+    """Tokens that fit into the key-value cache of one engine rank."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    engine = config.rollout.engine_tensor_parallel_size
+    per_token = 2 * args.num_layers * max(1, groups // engine) * args.kv_channels * _engine_bytes(args, config)
+    return int(config.rollout.engine_kv_cache_bytes // per_token)
+
+
+def _memory(args: argparse.Namespace, config: PluginConfig) -> str:
+    engine = config.rollout.engine_tensor_parallel_size
+    longest = int(config.rollout.max_prompt_length or 0) + config.rollout.max_response_length
+    cached = cache_tokens(args, config)
+    rows = [
+        ("trainer: weights, gradients, optimizer", _state_bytes(args)),
+        ("trainer: activations of the layers", _activation_bytes(args, config)),
+        ("trainer: logits", _logit_bytes(args, config)),
+        ("engine: weights", count_parameters(args).total * _engine_bytes(args, config) / engine),
+        ("engine: key-value cache", float(config.rollout.engine_kv_cache_bytes)),
+        ("weight sync: two buckets", 2.0 * config.sync.bucket_bytes),
+    ]
+    rows.append(("together", sum(size for _, size in rows)))
+    lines = ["Memory of the fullest rank, estimated, GiB"]
+    lines += [f"  {name:<{_WIDTH}} {size / _GIB:>8.2f}" for name, size in rows]
+    lines.append(f"  The cache holds {cached:,} tokens: {cached // longest:,} of the longest sequences at a time.")
     return "\n".join(lines)
 
 
-def count_parameters(args: argparse.Namespace) -> int:
-    """Parameters of the whole model, norms and biases left out."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    attention = args.hidden_size * args.kv_channels * (2 * args.num_attention_heads + 2 * groups)
-    gate = 3 if args.swiglu else 2
-    dense = gate * args.hidden_size * args.ffn_hidden_size
-    experts = 0
-    if args.num_experts:
-        experts = gate * args.hidden_size * (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.num_experts
-    pattern = args.moe_layer_freq if isinstance(args.moe_layer_freq, list) else None
-    total = 0
-    for layer in range(args.num_layers):
-        sparse = bool(args.num_experts) and (pattern[layer] if pattern else layer % args.moe_layer_freq == 0)
-        total += attention + (experts if sparse else dense)
-    embeddings = 2 if args.untie_embeddings_and_output_weights else 1
-    return total + embeddings * args.hidden_size * args.padded_vocab_size
-
-
-def _schedule(args: argparse.Namespace, config: PluginConfig) -> str:
-    rollout = config.rollout
-    phase = rollout.phase_steps(config.sync.interval)
-    trajectories = rollout.prompts_per_step * rollout.responses_per_prompt
-    return "\n".join(
-        [
-            "Flow:",
-            f"  {args.train_iters} optimizer steps of {trajectories} trajectories "
-            f"({rollout.prompts_per_step} prompts x {rollout.responses_per_prompt} responses)",
-            f"  one rollout phase feeds {phase} step(s); tokens older than {rollout.max_lag} steps are refused",
-            f"  {args.world_size // rollout.engine_tensor_parallel_size} engine(s) of "
-            f"{rollout.engine_tensor_parallel_size} rank(s), weights published every {config.sync.interval} step(s)",
-        ]
-    )
+def _notes(args: argparse.Namespace, config: PluginConfig) -> str:
+    notes = []
+    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        notes.append("Transformer Engine is not installed here; the run needs it (pip install -e '.[gpu]').")
+    if args.distributed_backend == "nccl" and not torch.cuda.is_available():
+        notes.append("There is no CUDA device here; the run needs one for each process.")
+    if config.vcpo.kl_coefficient > 0.0:
+        notes.append("The KL reference is kept in host memory: the trainer's weights of this rank once more.")
+    return "\n".join(["Notes", *(f"  {note}" for note in notes)]) if notes else ""

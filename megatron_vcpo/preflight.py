@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vcpo.checkpoint.description import describe_hf
+from megatron_vcpo.checkpoint.description import ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.hf_config import check_config_matches
+from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.config import ConfigError, PluginConfig
+from megatron_vcpo.dry_run import cache_tokens
 from megatron_vcpo.environments import Environment, EnvironmentSetupError, make_environment
+from megatron_vcpo.objective import load_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +29,48 @@ class Inputs:
 
 
 def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
-    """Open the environments, the tokenizer and the checkpoint's config.json.
+    """Find the loss; open the environments, the tokenizer and the checkpoint's config.json.
 
     Raises:
         ConfigError: one sentence about the first thing that is wrong.
     """
+    load_loss(config.vcpo.loss)
     environment, evaluation = _environments(config)
     tokenizer = _tokenizer(str(config.rollout.tokenizer))
     vocab_size = _vocab_size(args, config, len(tokenizer))
     _check_first_prompt(environment, tokenizer, config)
     return Inputs(environment=environment, eval_environment=evaluation, tokenizer=tokenizer, vocab_size=vocab_size)
+
+
+def check_model(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> None:
+    """The model of Megatron's checked flags is one that an engine can run, and the one in --vcpo-load-hf.
+
+    Raises:
+        ConfigError: one sentence that names the flags to change, or the weights' file that cannot be read.
+    """
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    try:
+        transformer = core_transformer_config_from_args(args)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"Megatron refuses this model: {' '.join(str(error).split())}") from error
+    longest = int(config.rollout.max_prompt_length or 0) + config.rollout.max_response_length
+    cached = cache_tokens(args, config)
+    if cached < longest:
+        raise ConfigError(
+            f"--rollout-engine-kv-cache-bytes {config.rollout.engine_kv_cache_bytes} holds {cached} tokens, fewer than "
+            f"the longest sequence, --rollout-max-prompt-length + --rollout-max-response-length = {longest}; raise it."
+        )
+    facts, folder = ModelFacts.from_args(args, vocab_size), config.vcpo.load_hf
+    try:
+        if folder is None:
+            describe_megatron(transformer, facts)
+            return
+        check_config_matches(folder, transformer, facts)
+        if args.load is None and not config.vcpo.dry_run:
+            SafetensorsFolder(folder)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
 
 
 def environment_arguments(config: PluginConfig) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # A dozen times at import; where they are needed, Megatron and the dry run say so.
+    warnings.filterwarnings("ignore", message=".*([Tt]ransformer.[Ee]ngine|Apex)")
     _be_one_process_without_torchrun()
     megatron_cpu.install()
     megatron_cpu.patch_megatron()
@@ -54,13 +56,16 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
         args, config = parse(adjust)
         inputs = preflight.check(args, config)
         finish(args, config, inputs.vocab_size)
+        preflight.check_model(args, config, inputs.vocab_size)
     except ConfigError as error:
-        print(f"megatron_vcpo: {error}", file=sys.stderr)
+        if os.environ["LOCAL_RANK"] == "0":  # once for each machine, which may lack a file of its own
+            print(f"megatron_vcpo: {error}", file=sys.stderr)
         sys.exit(2)
     if config.vcpo.dry_run:
         from megatron_vcpo.dry_run import report
 
-        print(report(args, config))
+        if args.rank == 0:
+            print(report(args, config))
         return
     _pretrain(args, config, inputs, flow)
 

@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Qwen2.5-7B on MATH with the settings of the VCPO paper (arXiv 2602.17616): rollouts up to 10 optimizer steps old.
+#
+#     examples/llama/qwen2.5_7b_math.sh [any further flag; a repeated one wins]
+#     examples/llama/qwen2.5_7b_math.sh --vcpo-dry-run      checks every flag, on any machine, and starts nothing
+#
+# Wants 8 GPUs of 80 GB. The prompt files hold one JSON object a line, with "problem" and "solution" (or "answer").
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+MODEL=checkpoints/Qwen2.5-7B        # config.json, *.safetensors and the tokenizer
+PROMPTS=data/math/train.jsonl
+EVAL_PROMPTS=data/math/test.jsonl
+RUN=runs/qwen2.5_7b_math
+NNODES=1
+GPUS_PER_NODE=8
+RENDEZVOUS=localhost:29500          # the same host:port on every machine
+export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+
+MODEL_ARGS=(
+    --num-layers 28
+    --hidden-size 3584
+    --ffn-hidden-size 18944
+    --num-attention-heads 28
+    --group-query-attention
+    --num-query-groups 4
+    --kv-channels 128
+    --add-qkv-bias
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --position-embedding-type rope
+    --rotary-base 1000000
+    --seq-length 3072
+    --max-position-embeddings 131072
+    --vocab-size 152064
+    --vcpo-load-hf "$MODEL"
+)
+
+PARALLEL_ARGS=(
+    --transformer-impl transformer_engine
+    --distributed-backend nccl
+    --tensor-model-parallel-size 4
+    --sequence-parallel
+    --pipeline-model-parallel-size 1
+    --use-distributed-optimizer
+)
+
+PRECISION_ARGS=(
+    --bf16
+    --attention-backend auto
+    --rollout-engine-dtype bfloat16
+)
+
+TRAIN_ARGS=(
+    --train-iters 400
+    --lr 1e-6
+    --lr-decay-style constant
+    --weight-decay 0.1
+    --clip-grad 1.0
+    --save "$RUN"
+    --save-interval 50
+)
+
+VCPO_ARGS=(
+    --vcpo-correction sequence-tis
+    --vcpo-correction-upper 8.0
+    --vcpo-ess-scaling sqrt
+    --vcpo-ess-reference 1.0
+    --vcpo-ess-weights raw
+    --vcpo-baseline opob
+    --vcpo-baseline-scope group
+    --vcpo-energy logit
+    --vcpo-reward-normalization group-std
+    --vcpo-aggregation seq-mean-token-mean
+    --vcpo-kl-coefficient 0.0
+    --vcpo-entropy-coefficient 0.0
+    --vcpo-tokens-per-micro-batch 8192
+    --vcpo-logit-chunk 2048
+)
+
+ROLLOUT_ARGS=(
+    --rollout-tokenizer "$MODEL"
+    --rollout-environment jsonl
+    --rollout-environment-config '{"answer_format": "boxed", "prompt_template":
+        "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."}'
+    --rollout-prompts "$PROMPTS"
+    --rollout-eval-prompts "$EVAL_PROMPTS"
+    --rollout-chat-template
+    --rollout-prompts-per-step 32
+    --rollout-responses-per-prompt 16
+    --rollout-max-prompt-length 1024
+    --rollout-max-response-length 2048
+    --rollout-temperature 1.0
+    --rollout-top-p 1.0
+    --rollout-max-lag 10
+    --rollout-engine-tensor-parallel-size 2
+    --rollout-engine-kv-cache-bytes $((16 << 30))
+    --rollout-engine-max-sequences 256
+    --rollout-eval-interval 20
+    --rollout-eval-num-prompts 500
+    --sync-interval 1
+)
+
+LAUNCH=(
+    torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE"
+    --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS"
+)
+for flag in "$@"; do
+    if [[ $flag == --vcpo-dry-run ]]; then
+        LAUNCH=(python)
+        PARALLEL_ARGS+=(--vcpo-dry-run-processes $((NNODES * GPUS_PER_NODE)))
+    fi
+done
+
+"${LAUNCH[@]}" -m megatron_vcpo.train \
+    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${PRECISION_ARGS[@]}" "${TRAIN_ARGS[@]}" "${VCPO_ARGS[@]}" \
+    "${ROLLOUT_ARGS[@]}" "$@"
