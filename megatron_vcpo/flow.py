@@ -144,9 +144,9 @@ class BaseFlow:
         batch = self._batch
         rewards = np.array([t.reward for t in batch.trajectories], dtype=np.float64)
         record: dict[str, float] = {
-            "iteration": float(self.args.curr_iteration + 1),
-            "train_iters": float(self.args.train_iters),
-            "version": float(self.version),
+            "iteration": int(self.args.curr_iteration) + 1,
+            "train_iters": int(self.args.train_iters),
+            "version": self.version,
             "lag_mean": batch.lag_mean,
             "lag_max": batch.lag_max,
         }

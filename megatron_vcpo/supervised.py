@@ -22,6 +22,9 @@ from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.rollout.trajectory import Trajectory
 
 
+_KEPT = ("iteration", "train_iters", "version", "loss", "lr", "grad_norm", "skipped", "response_length")
+
+
 def supervised_loss(inputs: LossInputs) -> LossOutputs:
     """Mean negative log-likelihood of the answers' tokens, over the whole minibatch."""
     logprobs = torch.where(inputs.mask, inputs.policy_logprobs, 0.0)
@@ -65,6 +68,11 @@ class SupervisedFlow(BaseFlow):
             index=0,
             prompt_index=index,
         )
+
+    def _record(self, metrics: dict[str, float]) -> dict[str, float]:
+        record = super()._record(metrics)
+        # An imitated answer was not sampled: rewards, weights and ages mean nothing.
+        return {name: value for name, value in record.items() if name in _KEPT or name.startswith(("time/", "count/"))}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the answers stand."""

@@ -103,14 +103,16 @@ def iteration_line(metrics: Mapping[str, float]) -> str:
 
     total = f"{metrics['train_iters']:.0f}" if "train_iters" in metrics else "-"
     times = [f"{phase} {cell(f'time/{phase}', '4.1f')}" for phase in _PHASES]
+    # A supervised warm-up has no rewards.
+    aim = "reward" if "reward" in metrics or "loss" not in metrics else "loss"
     columns = [
         f"{cell('iteration', f'{max(len(total), 4)}.0f')}/{total}",
-        f"reward {cell('reward', '6.3f')}",
+        f"{aim:<6} {cell(aim, '6.3f')}",
         f"rho {cell('rho', '5.3f')}",
         f"lr {cell('lr', '7.1e')} (x{cell('lr_multiplier', '4.2f')})",
-        f"lag {cell('lag_mean', '4.1f')} (max {cell('lag_max', '2.0f')})",
+        f"lag {cell('lag_mean', '4.1f')}/{cell('lag_max', '2.0f')}",
         f"length {cell('response_length', '6.1f')} ({cell('truncated', '3.0%')} cut)",
-        f"mismatch {cell('mismatch_kl', '8.1e')}",
+        f"kl {cell('mismatch_kl', '7.1e')}",
         f"grad {cell('grad_norm', '6.3f')}",
         f"{' '.join(times)} s",
     ]

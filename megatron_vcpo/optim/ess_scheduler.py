@@ -113,7 +113,17 @@ class EssParamScheduler(OptimizerParamScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load either kind of state; a checkpoint of the plain scheduler starts the automatic reference anew."""
-        super().load_state_dict(state_dict)
+        super().load_state_dict(self._without_idle_lengths(state_dict))
         ess = state_dict.get(_STATE_KEY, {})
         self._observed = [float(rho) for rho in ess.get("observed", [])]
         self._observed_lag = float(ess.get("lag", math.inf))
+
+    def _without_idle_lengths(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # Megatron derives both lengths from --train-iters and refuses a checkpoint that has others; for a constant
+        # schedule they mean nothing, and a longer run may resume.
+        state = dict(state_dict)
+        if self.wd_incr_style == "constant" == state.get("wd_incr_style"):
+            state["wd_incr_steps"] = self.wd_incr_steps
+        if self.lr_decay_style == "constant" == state.get("lr_decay_style"):
+            state["lr_decay_steps"] = self.lr_decay_steps
+        return state

@@ -153,9 +153,14 @@ def test_full_disk_names_the_iteration_and_the_file() -> None:
 
 def test_line_shows_every_quantity_once() -> None:
     assert iteration_line(FULL) == (
-        "  12/200 | reward  0.431 | rho 0.800 | lr 1.8e-05 (x0.89) | lag  1.5 (max  3) | length  121.4 ( 3% cut) | "
-        "mismatch  2.1e-04 | grad  0.520 | generate  3.2 reward  0.1 sync  0.0 train  2.4 s"
+        "  12/200 | reward  0.431 | rho 0.800 | lr 1.8e-05 (x0.89) | lag  1.5/ 3 | length  121.4 ( 3% cut) | "
+        "kl 2.1e-04 | grad  0.520 | generate  3.2 reward  0.1 sync  0.0 train  2.4 s"
     )
+
+
+def test_a_run_without_rewards_shows_its_loss() -> None:
+    line = iteration_line({"iteration": 3, "train_iters": 70, "loss": 1.25})
+    assert line.startswith("   3/70 | loss    1.250 | ")
 
 
 def test_columns_stay_in_place_over_iterations_and_with_missing_values() -> None:

@@ -17,7 +17,7 @@ from megatron_vcpo.config import VCPOConfig  # noqa: E402
 from megatron_vcpo.optim import EssParamScheduler, EssSettings  # noqa: E402
 
 
-def make(cls=EssParamScheduler, **kwargs):
+def make(cls=EssParamScheduler, *, length=64, style="cosine", **kwargs):
     optimizer = types.SimpleNamespace(param_groups=[{}, {"max_lr": 2.0, "min_lr": 0.2}])
     return cls(
         optimizer,
@@ -25,11 +25,11 @@ def make(cls=EssParamScheduler, **kwargs):
         max_lr=1.0,
         min_lr=0.1,
         lr_warmup_steps=8,
-        lr_decay_steps=64,
-        lr_decay_style="cosine",
+        lr_decay_steps=length,
+        lr_decay_style=style,
         start_wd=0.1,
         end_wd=0.1,
-        wd_incr_steps=64,
+        wd_incr_steps=length,
         wd_incr_style="constant",
         **kwargs,
     )
@@ -128,3 +128,15 @@ def test_state_round_trips_and_a_stock_checkpoint_loads():
     third.load_state_dict(stock.state_dict())
     assert math.isnan(third.reference)
     assert rates(third) == rates(stock)
+
+
+def test_a_longer_run_resumes_a_constant_schedule_but_no_other_one():
+    saved = make(length=64, style="constant")
+    saved.step(12)
+    longer = make(length=128, style="constant", use_checkpoint_opt_param_scheduler=False)
+    longer.load_state_dict(saved.state_dict())
+    assert longer.num_steps == 12
+    assert longer.lr_decay_steps == 128
+    saved = make(length=64)
+    with pytest.raises(AssertionError, match="do not match"):
+        make(length=128, use_checkpoint_opt_param_scheduler=False).load_state_dict(saved.state_dict())
