@@ -237,6 +237,8 @@ def _resolve_files(args: argparse.Namespace, config: PluginConfig) -> None:
     for flag, folder in (("--save", args.save), ("--rollout-run-dir", rollout.run_dir)):
         if folder is not None:
             _require_writable(Path(folder), flag, create=not config.vcpo.dry_run)
+    if args.save is not None and args.save_interval is None:
+        raise ConfigError("--save needs --save-interval (optimizer steps between two checkpoints).")
     args.dataloader_save = args.save
 
 

@@ -114,9 +114,11 @@ def _tokenizer(folder: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--rollout-tokenizer {folder} cannot be loaded: {first_line}") from error
+    except Exception as error:  # the tokenizers package raises plain Exception
+        first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise ConfigError(
+            f"--rollout-tokenizer {folder} cannot be loaded ({type(error).__name__}: {first_line})."
+        ) from error
 
 
 def _vocab_size(args: argparse.Namespace, config: PluginConfig, tokens: int) -> int:

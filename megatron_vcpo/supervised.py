@@ -21,7 +21,6 @@ from megatron_vcpo.objective import LossInputs, LossOutputs
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.rollout.trajectory import Trajectory
 
-
 _KEPT = ("iteration", "train_iters", "version", "loss", "lr", "grad_norm", "skipped", "response_length")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
 import sys
 import warnings
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from megatron_vcpo.flow import BaseFlow
     from megatron_vcpo.plugin import FlowFactory
     from megatron_vcpo.preflight import Inputs
+
+_FULL_DISK_BYTES = 16 << 20  # free space below which a failed save is the disk's fault
 
 
 def main() -> None:
@@ -105,8 +108,43 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
             ModelType.encoder_or_decoder,
             plugin.forward_step,
         )
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        sentence = failure_sentence(error, args.save) if not isinstance(error, SystemExit | KeyboardInterrupt) else None
+        if sentence is None:
+            raise
+        print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)
+        sys.exit(1)
     finally:
         plugin.close()
+
+
+def failure_sentence(error: BaseException, save: str | None) -> str | None:
+    """What to tell a person about an error of a kind that explains itself; None where the trace is needed.
+
+    Args:
+        error: it is looked at, then what caused it.
+        save: folder of the checkpoints.
+    """
+    from megatron_vcpo.checkpoint.errors import CheckpointError
+    from megatron_vcpo.config import ConfigError
+    from megatron_vcpo.environments import EnvironmentSetupError
+    from megatron_vcpo.mcore.packing import PackingError
+    from megatron_vcpo.rollout.engine import EngineError
+    from megatron_vcpo.sync.errors import SyncError
+
+    known = (CheckpointError, ConfigError, EngineError, EnvironmentSetupError, PackingError, SyncError)
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, known):
+            return str(seen)
+        seen = seen.__cause__ or seen.__context__
+    # Megatron's writers run in processes of their own and lose the reason on the way: the disk itself has to tell.
+    if save is not None and shutil.disk_usage(save).free < _FULL_DISK_BYTES:
+        return (
+            f"the disk of --save {save} is full: the checkpoint of this iteration was not written. The last complete "
+            "one (named in latest_checkpointed_iteration.txt) is untouched; free some space and go on with --load."
+        )
+    return None
 
 
 if __name__ == "__main__":

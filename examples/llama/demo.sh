@@ -29,10 +29,10 @@ WARM_UP_ARGS=(
     --save "$RUN/warm_up" --save-interval 70
 )
 REINFORCEMENT_ARGS=(
-    --load "$RUN/warm_up" --finetune --train-iters 240 --lr 1e-4 --lr-decay-style constant
+    --load "$RUN/warm_up" --finetune --train-iters 144 --lr 1e-4 --lr-decay-style constant
     --rollout-prompts-per-step 32 --rollout-responses-per-prompt 8 --rollout-max-lag 7
     --rollout-engine-kv-cache-bytes 134217728
-    --rollout-eval-interval 24 --rollout-eval-num-prompts 256 --rollout-run-dir "$RUN"
+    --rollout-eval-interval 16 --rollout-eval-num-prompts 256 --rollout-run-dir "$RUN"
 )
 
 # Megatron's own thousand lines go to a log; what the plugin says is shown.
@@ -54,7 +54,7 @@ mkdir -p "$RUN"
 "$PYTHON" examples/char_tokenizer.py "$RUN/tokenizer"
 echo "1. Supervised warm-up (70 steps)"
 run "$RUN/warm_up.log" megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${WARM_UP_ARGS[@]}"
-echo "2. Reinforcement on rollouts that are up to 7 steps old (240 steps)"
+echo "2. Reinforcement on rollouts that are up to 7 steps old (144 steps)"
 run "$RUN/train.log" megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${REINFORCEMENT_ARGS[@]}" "$@"
 echo "3. The picture"
 "$PYTHON" tools/plot_run.py "$RUN"

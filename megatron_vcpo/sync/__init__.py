@@ -1,9 +1,9 @@
 """Weights from Megatron to the engine: plan, gather, deliver, verify.
 
-    naming/          one table per model family: names, shapes, transformations
-    match.py         a model spread over ranks against its table
-    buckets.py       which parameters travel together
-    gather.py        the whole model as a stream of Hugging Face tensors
-    synchronizer.py  publish(version): all of it arrives, or every rank raises
-    verify.py        the engine's log-probs against the trainer's
+naming/          one table per model family: names, shapes, transformations
+match.py         a model spread over ranks against its table
+buckets.py       which parameters travel together
+gather.py        the whole model as a stream of Hugging Face tensors
+synchronizer.py  publish(version): all of it arrives, or every rank raises
+verify.py        the engine's log-probs against the trainer's
 """
