@@ -1,0 +1,167 @@
+"""The launch scripts: they parse, and the cluster ones pass the dry run for the real model's sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
+from tests.oracle.model_folders import LLAMA3_8B, QWEN25_7B, write_model_folder, write_questions
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLES = REPOSITORY / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*/*.sh"))
+CLUSTER: dict[str, dict[str, Any]] = {
+    "llama3_8b": {
+        "config": LLAMA3_8B,
+        "trajectories": "64 (8 prompts x 8 responses)",
+        "phase": "13 (832 trajectories)",
+        "lag": "12 steps",
+        "lengths": "2048 + 2048 tokens",
+        "parameters": "8,030,261,248",
+        "tp": 2,
+    },
+    "qwen2.5_7b_math": {
+        "config": QWEN25_7B,
+        "trajectories": "512 (32 prompts x 16 responses)",
+        "phase": "11 (5,632 trajectories)",
+        "lag": "10 steps",
+        "lengths": "1024 + 2048 tokens",
+        "parameters": "7,615,616,512",
+        "tp": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_is_executable_and_parses(script: Path) -> None:
+    assert os.access(script, os.X_OK), f"chmod +x {script}"
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '"$@"' in script.read_text()
+
+
+def launch(name: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    model = write_model_folder(folder / "model", CLUSTER[name]["config"])
+    questions = str(write_questions(folder / "questions.jsonl"))
+    flags = [
+        *("--vcpo-dry-run", "--vcpo-load-hf", str(model), "--rollout-tokenizer", str(model)),
+        *("--rollout-prompts", questions, "--rollout-eval-prompts", questions, "--save", str(folder / "save")),
+    ]
+    # `python` is this one; a torchrun that is called nevertheless fails.
+    scripts = {
+        "python": f'exec "{sys.executable}" "$@"',
+        "torchrun": "echo torchrun was started >&2; exit 9",
+    }
+    return run_with(scripts, folder, name, *flags, *more)
+
+
+def run_with(scripts: dict[str, str], folder: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run a cluster script with these commands first on PATH."""
+    tools = folder / "bin"
+    tools.mkdir()
+    for command, body in scripts.items():
+        (tools / command).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / command).chmod(0o755)
+    return subprocess.run(
+        ["bash", str(EXAMPLES / "llama" / f"{name}.sh"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env=os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
+    )
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_cluster_script_passes_the_dry_run_with_the_papers_settings(name: str, tmp_path: Path) -> None:
+    done = launch(name, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    text, expected = done.stdout, CLUSTER[name]
+    assert text.startswith("VCPO dry run: every flag was checked, nothing was started.\n")
+
+    def value(row: str) -> str:
+        found = re.search(rf"^  {re.escape(row)} +(.*)$", text, re.MULTILINE)
+        assert found, row
+        return found[1]
+
+    assert value("parameters") == expected["parameters"]
+    assert value("trajectories a step") == expected["trajectories"]
+    assert value("steps fed by one rollout phase") == expected["phase"]
+    assert value("age of the oldest token, at most").startswith(expected["lag"])
+    assert value("prompt + response, at most") == expected["lengths"]
+    assert value("learning rate") == "1e-06 (constant) x (rho / 1.0)^(1/2), rho from raw weights"
+    assert value("trainer's data type") == "bfloat16"
+    assert value("layers from") == "transformer_engine"
+    paper = {
+        "--vcpo-correction": "sequence-tis",
+        "--vcpo-correction-upper": "8.0",
+        "--vcpo-ess-scaling": "sqrt",
+        "--vcpo-ess-weights": "raw",
+        "--vcpo-baseline": "opob",
+        "--vcpo-baseline-scope": "group",
+        "--vcpo-reward-normalization": "group-std",
+        "--vcpo-aggregation": "seq-mean-token-mean",
+        "--vcpo-kl-coefficient": "0.0",
+        "--vcpo-entropy-coefficient": "0.0",
+        "--rollout-temperature": "1.0",
+        "--rollout-top-p": "1.0",
+        "--rollout-engine-tensor-parallel-size": "2",
+        "--sync-interval": "1",
+    }
+    assert {flag: value(flag) for flag in paper} == paper
+    tp = expected["tp"]
+    assert "Rank map (8 processes, 4 engines of 2 ranks)" in text
+    rows = [[int(cell) for cell in row.split()] for row in text.split("engine_tp\n")[1].splitlines()[:8]]
+    assert rows == [[rank, rank % tp, 0, rank // tp, 0, rank // 2, rank % 2] for rank in range(8)]
+    total = float(value("together"))
+    assert 20 < total < 70, "does not fit a GPU of 80 GB"
+    assert not (tmp_path / "save").exists()
+
+
+def test_a_flag_at_the_end_of_a_cluster_script_wins(tmp_path: Path) -> None:
+    done = launch("llama3_8b", tmp_path, "--rollout-max-lag", "3", "--vcpo-dry-run-processes", "16")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"age of the oldest token, at most +3 steps", done.stdout)
+    assert "Rank map (16 processes, 8 engines of 2 ranks)" in done.stdout
+
+
+def test_a_mistake_in_a_cluster_script_ends_it_with_code_2_and_one_sentence(tmp_path: Path) -> None:
+    done = launch("qwen2.5_7b_math", tmp_path, "--num-layers", "27")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "num_layers is 27, the checkpoint's 28" in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_cluster_script_holds_every_flag_of_its_model(name: str, tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", CLUSTER[name]["config"])
+    words = (EXAMPLES / "llama" / f"{name}.sh").read_text().split()
+    flags = megatron_flags_for(folder, tensor_model_parallel_size=CLUSTER[name]["tp"])
+    implied = {
+        "--attention-dropout",
+        "--hidden-dropout",
+        "--padded-vocab-size",
+    }  # ours are 0, and what Megatron pads to
+    for i, flag in enumerate(flags):
+        if not flag.startswith("--") or flag in implied:
+            continue
+        assert flag in words, flag
+        if i + 1 < len(flags) and not flags[i + 1].startswith("--"):
+            given = words[words.index(flag) + 1]
+            assert given == flags[i + 1] or float(given) == float(flags[i + 1]), flag
+
+
+def test_a_cluster_script_starts_torchrun_without_the_dry_run(tmp_path: Path) -> None:
+    done = run_with({"torchrun": 'printf "%s\\n" "$@"'}, tmp_path, "llama3_8b", "--seed", "5")
+    words = done.stdout.splitlines()
+    assert words[:4] == ["--nnodes", "1", "--nproc-per-node", "8"]
+    assert words[words.index("-m") + 1] == "megatron_vcpo.train"
+    assert words[-2:] == ["--seed", "5"]
+    assert "--vcpo-dry-run-processes" not in words
