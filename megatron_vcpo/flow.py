@@ -74,11 +74,6 @@ class BaseFlow:
             self._log = MetricsLog(self.run_dir, resume_iteration=self.args.iteration)
         self._trackers = Trackers(get_tensorboard_writer(), get_wandb_writer())
 
-    def before_step(self, *, iteration: int, model: list[Any]) -> None:
-        """Begin an iteration."""
-        self._seconds = {}
-        self._extra = {}
-
     def next_minibatch(self, *, model: list[Any], step: PolicyStep, forward_backward: Any) -> StepBatch:
         """The trajectories of the coming step, identical on every rank."""
         raise NotImplementedError
@@ -133,12 +128,14 @@ class BaseFlow:
             print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)
 
     def log(self, record: dict[str, float]) -> None:
-        """One iteration to metrics.jsonl, the console and Megatron's writers."""
+        """One iteration to metrics.jsonl, the console and Megatron's writers; what was timed belongs to it."""
         if self._log is not None:
             self._log.append(record)
             print(iteration_line(record), flush=True)
         if self._trackers is not None:
             self._trackers.log(record)
+        self._seconds = {}
+        self._extra = {}
 
     def _record(self, metrics: dict[str, float]) -> dict[str, float]:
         batch = self._batch
@@ -161,8 +158,10 @@ class BaseFlow:
             record.setdefault(_RENAMED.get(name, name), value)
         record |= self._extra
         record |= {f"count/{name}": value for name, value in self.counters.items()}
-        record |= {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        return record
+        return record | self._timed()
+
+    def _timed(self) -> dict[str, float]:
+        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
 
 
 def run_directory(args: argparse.Namespace, config: PluginConfig) -> Path:

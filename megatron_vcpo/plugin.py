@@ -133,7 +133,6 @@ class MegatronPlugin:
             self._start(model, call["optimizer"], call["opt_param_scheduler"])
         assert self.step is not None
         assert self.flow is not None
-        self.flow.before_step(iteration=self.args.curr_iteration, model=model)
         batch = self.flow.next_minibatch(model=model, step=self.step, forward_backward=schedule)
         with self.flow.timer("train"):
             self.step.begin(batch.trajectories, model=model, forward_backward=schedule, lag=batch.lag_max)

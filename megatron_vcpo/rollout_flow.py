@@ -82,7 +82,7 @@ class RolloutFlow(BaseFlow):
             self._publish(model)
         if self.config.rollout.eval_interval and self.args.iteration == 0:
             self._evaluate()
-            self.log({"iteration": 0, "train_iters": int(self.args.train_iters), **self._extra})
+            self.log({"iteration": 0, "train_iters": int(self.args.train_iters), **self._extra, **self._timed()})
 
     def _reward_pool(self, split: str) -> RewardPool:
         rollout = self.config.rollout

@@ -1,0 +1,204 @@
+"""The whole loop for real: Megatron's pretrain(), vLLM, rewards, loss, weight sync; on one process and on two.
+
+One short supervised run gives the weights that every other run starts from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.char_tokenizer import write_char_tokenizer
+from megatron_vcpo.observability.metrics import read_metrics
+
+pytestmark = [pytest.mark.engine, pytest.mark.distributed]
+
+ROOT = Path(__file__).parents[2]
+MODEL = [
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--ffn-hidden-size", "128"),
+    *("--seq-length", "32", "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
+    "--untie-embeddings-and-output-weights",
+]
+TASK = [
+    *("--rollout-environment", "sort_digits", "--rollout-max-response-length", "8"),
+    *("--rollout-environment-config", '{"n_digits": 3, "prompt_template": "{digits}:"}'),
+    *("--lr-decay-style", "constant", "--rollout-quiet"),
+]
+ROLLOUT = [
+    *("--lr", "3e-4", "--finetune", "--rollout-prompts-per-step", "4", "--rollout-responses-per-prompt", "4"),
+    *("--vcpo-tokens-per-micro-batch", "128", "--rollout-engine-kv-cache-bytes", str(1 << 26)),
+]
+# The same on every layout; wall time and what a layout may differ in by its nature are left out.
+COMPARED = (
+    "reward",
+    "rho",
+    "lr",
+    "lr_multiplier",
+    "loss",
+    "grad_norm",
+    "baseline",
+    "advantage_abs",
+    "entropy",
+    "weight",
+)
+
+
+def launch(module: str, *flags: str, processes: int = 1) -> str:
+    """Run a module of the package; its output, or a failure with the end of it."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    command = [sys.executable, "-W", "ignore", *start, "-m", module, *MODEL, *TASK, *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    if done.returncode:
+        pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Folder with a tokenizer and a checkpoint that knows a little."""
+    folder = tmp_path_factory.mktemp("end_to_end")
+    write_char_tokenizer(folder / "tokenizer")
+    launch(
+        "megatron_vcpo.supervised",
+        *("--rollout-tokenizer", str(folder / "tokenizer"), "--train-iters", "30", "--lr", "4e-3"),
+        *("--rollout-prompts-per-step", "64", "--rollout-responses-per-prompt", "1"),
+        *("--vcpo-tokens-per-micro-batch", "2048"),
+        *("--save", str(folder / "warm_up"), "--save-interval", "30"),
+    )
+    losses = [record["loss"] for record in read_metrics(folder / "warm_up")]
+    assert losses[-1] < 0.6 * losses[0]
+    return folder
+
+
+def train(start: Path, name: str, *flags: str, processes: int = 1, fresh: bool = True) -> tuple[list[dict], str]:
+    """A reinforcement run into folder `name`: (metrics, output)."""
+    load = ["--load", str(start / "warm_up")] if fresh else []
+    rollout = ROLLOUT if fresh else [flag for flag in ROLLOUT if flag != "--finetune"]
+    output = launch(
+        "megatron_vcpo.train",
+        *("--rollout-tokenizer", str(start / "tokenizer")),
+        *rollout,
+        *load,
+        *("--rollout-run-dir", str(start / name)),
+        *flags,
+        processes=processes,
+    )
+    return read_metrics(start / name), output
+
+
+@pytest.fixture(scope="module")
+def single(start):
+    """Six steps on one process with every observer on, saved after the third and the sixth."""
+    return train(
+        start,
+        "single",
+        *("--train-iters", "6", "--rollout-max-lag", "3", "--save", str(start / "single_save"), "--save-interval", "3"),
+        *("--vcpo-ess-reference", "auto", "--rollout-save-trajectories", "1000"),
+        *("--rollout-eval-interval", "3", "--rollout-eval-num-prompts", "8"),
+        *("--tensorboard-dir", str(start / "tensorboard"), "--tensorboard-log-interval", "1"),
+    )
+
+
+def without_times(record: dict) -> dict:
+    return {k: v for k, v in record.items() if not k.startswith(("time/", "eval/")) and k != "train_iters" and v == v}
+
+
+def test_a_run_learns_from_rollouts_of_the_age_it_says(single):
+    metrics, output = single
+    assert [record["iteration"] for record in metrics] == [0, 1, 2, 3, 4, 5, 6]
+    steps = metrics[1:]
+    assert [record["lag_max"] for record in steps] == [0, 1, 2, 3, 0, 1]
+    assert [record["version"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(record["n_trajectories"] == 16 and record["skipped"] == 0 for record in steps)
+    for record in steps:
+        fresh = record["lag_max"] == 0
+        assert (record["mismatch_kl"] < 1e-9) == fresh, record
+        assert 0.0 < record["rho"] <= 1.0
+    assert [record["iteration"] for record in metrics if "eval/reward" in record] == [0, 3, 6]
+    assert "rho" in output
+    assert "lag" in output
+
+
+def test_megatrons_tensorboard_writer_got_the_metrics(start, single):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(start / "tensorboard"))
+    events.Reload()
+    assert {"vcpo/rho", "vcpo/reward", "vcpo/lag_max"} <= set(events.Tags()["scalars"])
+    assert [round(event.value, 4) for event in events.Scalars("vcpo/rho")] == [
+        round(record["rho"], 4) for record in single[0][1:]
+    ]
+
+
+def test_three_steps_resumed_for_three_more_equal_six_to_the_bit(start, single):
+    shared = ("--rollout-max-lag", "3", "--vcpo-ess-reference", "auto", "--rollout-save-trajectories", "1000")
+    folder = str(start / "halves_save")
+    train(start, "halves", "--train-iters", "3", *shared, "--save", folder, "--save-interval", "3")
+    resumed = ("--load", folder, "--train-iters", "6", *shared)
+    metrics, _ = train(start, "halves", *resumed, fresh=False)
+    whole = [record for record in single[0] if record["iteration"] > 0]
+    assert [without_times(record) for record in metrics] == [without_times(record) for record in whole]
+    samples = [
+        [json.loads(line) for line in (start / name / "samples.jsonl").read_text().splitlines()]
+        for name in ("single", "halves")
+    ]
+    assert samples[0] == samples[1]  # the same prompts and responses in the same order
+    # The fourth step trains on what was waiting in the buffer, and yet the weights were published first.
+    assert metrics[3]["lag_max"] == 3
+    assert metrics[3]["time/sync"] > 0.0
+    assert "time/sync" not in whole[3]
+    assert "time/generate" not in metrics[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        (
+            "tensor_and_sequence_parallel_with_a_two_rank_engine",
+            "--tensor-model-parallel-size 2 --sequence-parallel --rollout-engine-tensor-parallel-size 2",
+        ),
+        ("pipeline_parallel", "--pipeline-model-parallel-size 2"),
+        (
+            "data_parallel_with_distributed_optimizer_and_overlap",
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ),
+    ],
+)
+def test_two_processes_compute_what_one_does(start, single, name, flags):
+    metrics, _ = train(
+        start,
+        name,
+        "--train-iters",
+        "3",
+        "--rollout-max-lag",
+        "3",
+        "--vcpo-ess-reference",
+        "auto",
+        *flags.split(),
+        processes=2,
+    )
+    for ours, theirs in zip(metrics, single[0][1:4], strict=True):
+        for key in COMPARED:
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-4, abs=1e-6), (ours["iteration"], key)
+
+
+@pytest.mark.parametrize("precision", ["--fp16 --initial-loss-scale 128", "--bf16"])
+def test_half_precision_runs_with_penalties_and_minibatch_baseline(start, precision):
+    metrics, _ = train(
+        start,
+        precision.split()[0].strip("-"),
+        *("--train-iters", "3", "--rollout-max-lag", "1", "--vcpo-kl-coefficient", "0.01"),
+        *("--vcpo-entropy-coefficient", "0.001", "--vcpo-baseline-scope", "minibatch"),
+        *("--vcpo-reward-normalization", "minibatch-std"),
+        *precision.split(),
+    )
+    assert [record["skipped"] for record in metrics] == [0, 0, 0]
+    assert all(0.0 < record["rho"] <= 1.0 and record["grad_norm"] > 0.0 for record in metrics)
+    assert metrics[0]["kl"] < 1e-3
+    assert metrics[0]["mismatch_abs"] < 0.05
