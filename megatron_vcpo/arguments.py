@@ -21,7 +21,7 @@ from patches import megatron_cpu, megatron_help_percent
 _GROUPS: dict[str, type] = {"vcpo": VCPOConfig, "rollout": RolloutConfig, "sync": SyncConfig}
 
 # What a loop over packed trajectories needs of Megatron; a user's flag still overrides, and is then checked.
-_MEGATRON_DEFAULTS: dict[str, Any] = {
+MEGATRON_DEFAULTS: dict[str, Any] = {
     "dataloader_type": "external",
     "calculate_per_token_loss": True,
     "micro_batch_size": 1,
@@ -70,7 +70,7 @@ def add_vcpo_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of the plugin to Megatron's parser (its `extra_args_provider`) and set the defaults it needs."""
     for prefix, config_class in _GROUPS.items():
         _PrefixedGroup(config_class, prefix).build_group(parser, title=f"{prefix} ({config_class.__name__})")
-    parser.set_defaults(**_MEGATRON_DEFAULTS)
+    parser.set_defaults(**MEGATRON_DEFAULTS)
     if megatron_cpu.active():
         parser.set_defaults(**_CPU_DEFAULTS)
     megatron_help_percent.apply(parser)

@@ -95,7 +95,8 @@ class VCPOConfig:
     """Trajectories a baseline is computed over: those of one prompt, or of the whole minibatch."""
 
     energy: Literal["logit", "length", "exact"] = "logit"
-    """Energy that weights the OPOB baseline: sum ||onehot - softmax||^2, response length, or exact gradient norms."""
+    """Energy that weights the OPOB baseline: sum ||onehot - softmax||^2, response length, or exact gradient norms
+    (exact is refused in this version)."""
 
     reward_normalization: Literal["none", "group-std", "minibatch-std"] = "group-std"
     """Divide (reward - baseline) by the standard deviation (population) of the rewards of the group or minibatch."""
@@ -169,7 +170,8 @@ class RolloutConfig:
     """How trajectories are made: environment, sampling, engine, staleness, evaluation. Prefix --rollout."""
 
     environment: str = "reasoning_gym:chain_sum"
-    """Task: 'reasoning_gym:<dataset>', 'jsonl' (with --rollout-prompts), or 'module:Class' of your own."""
+    """Task: 'sort_digits', 'reasoning_gym:<dataset>', 'jsonl' (with --rollout-prompts), or 'module:Class' of your
+    own."""
 
     environment_config: str = "{}"
     """Keyword arguments of the environment, as a JSON object."""

@@ -11,7 +11,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 PYTHON=$ROOT/.venv/bin/python
 RUN=runs/tiny_moe_$(date +%Y%m%d-%H%M%S)
-export PYTHONPATH=$ROOT OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+export PYTHONPATH=$ROOT OMP_NUM_THREADS=2
 
 MODEL_ARGS=(
     --num-layers 2
@@ -71,10 +71,22 @@ ROLLOUT_ARGS=(
     --rollout-run-dir "$RUN"
 )
 
+# Megatron's own thousand lines go to a log; what the plugin says is shown.
+run() {
+    local log=$1
+    shift
+    if ! "$PYTHON" -W ignore -m "$@" 2>&1 | tee "$log" | grep --line-buffered -E '^ *[0-9]+/[0-9]+ \||^megatron_vcpo:'; then
+        echo "The run failed; the end of $log:" >&2
+        tail -n 30 "$log" >&2
+        exit 1
+    fi
+}
+
 mkdir -p "$RUN"
 "$PYTHON" "$ROOT/examples/char_tokenizer.py" "$RUN/tokenizer"
-echo "Supervised warm-up:"
-"$PYTHON" -m megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${WARM_UP_ARGS[@]}"
-echo "VCPO:"
-"$PYTHON" -m megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
+echo "1. Supervised warm-up (45 steps)"
+run "$RUN/warm_up.log" megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${WARM_UP_ARGS[@]}"
+echo "2. VCPO on rollouts that are up to 3 steps old (160 steps)"
+run "$RUN/train.log" megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
+echo "3. The picture"
 "$PYTHON" "$ROOT/tools/plot_run.py" "$RUN"
