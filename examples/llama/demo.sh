@@ -11,7 +11,8 @@ RUN=${2:-runs/demo_seed$SEED}
 shift $(( $# > 2 ? 2 : $# ))
 PYTHON=.venv/bin/python
 [ -x "$PYTHON" ] || PYTHON=python3
-export PYTHONPATH=. OMP_NUM_THREADS=2
+# One thread: a model this small gains nothing from two, and loses much when another program wants a core.
+export PYTHONPATH=. OMP_NUM_THREADS=1
 
 MODEL_ARGS=(
     --num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256
