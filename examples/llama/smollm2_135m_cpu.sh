@@ -77,7 +77,8 @@ ROLLOUT_ARGS=(
     --rollout-run-dir "$RUN_DIR"
 )
 
-"$PYTHON" -W ignore -m megatron_vcpo.train "${MODEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
+"$PYTHON" -W ignore -m megatron_vcpo.train \
+    "${MODEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
 
 if [[ -f $RUN_DIR/metrics.jsonl ]]; then # a dry run writes none
     "$PYTHON" tools/plot_run.py "$RUN_DIR"
