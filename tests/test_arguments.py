@@ -171,6 +171,7 @@ BAD_NUMBERS = [
     ("--sync-verify-tolerance", "0", "positive"),
     ("--lr", "nan", "positive number"),
     ("--lr", "0", "positive number"),
+    ("--lr", "inf", "positive number"),
     ("--train-iters", "0", "positive number"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,15 @@ def plugin(engine: int = 1, **vcpo: Any) -> PluginConfig:
 # ---------------------------------------------------------------------- ranks
 
 
+@pytest.fixture
+def no_model_parallel_state() -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.usefixtures("no_model_parallel_state")
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "ep", "expert_tp", "pp_first"),
     [
@@ -103,7 +113,6 @@ def test_the_rank_map_is_that_of_megatrons_own_groups(
         }
         actual = {name: group.index(rank) for name, group in groups.items()}
         assert {name: rows[rank][name] for name in actual} == actual
-    parallel_state.destroy_model_parallel()
     assert [row["rank"] for row in rows] == list(range(world))
 
 
