@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A small mixture of experts (Qwen3-MoE: 2 layers, 4 experts, 2 for each token) learns to sort six digits, on a CPU and in
-# one process: a short supervised warm-up, then VCPO on rollouts up to 3 optimizer steps old. Three minutes on 2 cores.
+# one process: a short supervised warm-up, then VCPO on rollouts up to 3 optimizer steps old. About three minutes.
 #
 #     make setup
 #     bash examples/moe/tiny_moe_cpu.sh [flags of the second phase]
@@ -11,7 +11,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 PYTHON=$ROOT/.venv/bin/python
 RUN=runs/tiny_moe_$(date +%Y%m%d-%H%M%S)
-export PYTHONPATH=$ROOT OMP_NUM_THREADS=2
+export PYTHONPATH=$ROOT OMP_NUM_THREADS=1
 
 MODEL_ARGS=(
     --num-layers 2
