@@ -22,10 +22,10 @@ from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import Size, TinyGPT, build_tiny_gpt, optimizer_step
 
 DEFAULTS = {
-    "layers": 6,
-    "hidden": 512,
+    "layers": 4,
+    "hidden": 384,
     "vocab": 16384,
-    "trajectories": 32,
+    "trajectories": 16,
     "group": 8,
     "prompt": 32,
     "response": 96,

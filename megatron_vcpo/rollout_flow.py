@@ -36,6 +36,7 @@ from patches import megatron_cpu, torch_cuda_alias
 
 _VERIFIED_TRAJECTORIES = 32  # compared with the trainer after a publication
 _EVAL_SEED = 0x5EED
+_SAMPLES = "samples.jsonl"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -65,6 +66,8 @@ class RolloutFlow(BaseFlow):
         """Build the engine, publish the first weights, and evaluate them where the run is new."""
         super().start(model=model, optimizer=optimizer)
         self._optimizer = optimizer
+        if self.args.rank == 0 and self.args.iteration == 0:
+            (self.run_dir / _SAMPLES).unlink(missing_ok=True)  # of an earlier run in the same folder
         splits = ["train", *(["eval"] if self.config.rollout.eval_interval else [])]
         for split in splits:
             self._rewards[split] = self._reward_pool(split) if self.place.leader else None
@@ -257,7 +260,7 @@ class RolloutFlow(BaseFlow):
         if not count or self.args.rank != 0:
             return
         decode = self.inputs.tokenizer.decode
-        with (self.run_dir / "samples.jsonl").open("a", encoding="utf-8") as file:
+        with (self.run_dir / _SAMPLES).open("a", encoding="utf-8") as file:
             for trajectory in [t for m in minibatches for t in m][:count]:
                 record = {
                     "version": self.version,

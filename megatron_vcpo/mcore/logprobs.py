@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 24  # fp32 elements alive per block of rows: 64 MiB
+# fp32 elements alive per block of rows: what stays in a core's cache, or what keeps a GPU busy.
+_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 _EXCLUDED = -1.0e30  # logit of a padding column: finite, so that 0 * logit stays 0
 
 
@@ -46,19 +47,17 @@ class TokenStatistics:
     entropy: Tensor  # -sum pi log pi; differentiable
 
 
-def _blocks(rows: int, width: int) -> Iterator[slice]:
-    step = max(1, _BLOCK_ELEMENTS // max(width, 1))
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    rows, width = logits.shape
+    step = max(1, _BLOCK_ELEMENTS[logits.device.type] // max(width, 1))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 def _tempered(logits: Tensor, shard: VocabShard, inverse_temperature: float, shift: Tensor) -> Tensor:
     """logits / temperature - shift, in fp32 or better, padding columns excluded; [t, V] for shift [t]."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    x = logits.to(dtype, copy=True)
-    if inverse_temperature != 1.0:
-        x.mul_(inverse_temperature)
-    x.sub_(shift.unsqueeze(1))
+    # One pass: the shift's type promotes half-precision logits before anything is computed.
+    x = torch.add(-shift.unsqueeze(1), logits, alpha=inverse_temperature)
     if shard.valid < x.size(1):
         x[:, shard.valid :] = _EXCLUDED
     return x
@@ -71,7 +70,7 @@ class _TokenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         inverse = 1.0 / temperature
-        rows, width = logits.shape
+        rows = logits.size(0)
         if shard.valid > 0:
             peak = logits[:, : shard.valid].amax(1).to(dtype) * inverse
         else:
@@ -83,7 +82,7 @@ class _TokenStatistics(torch.autograd.Function):
         column = torch.where(owned, local, 0)
         # Of the columns beside the target: sum e, sum e^2, sum e*x. Then x of the target.
         sums = torch.empty(4, rows, dtype=dtype, device=logits.device)
-        for block in _blocks(rows, width):
+        for block in _blocks(logits):
             x = _tempered(logits[block], shard, inverse, peak[block])
             index, mine = column[block].unsqueeze(1), owned[block]
             sums[3, block] = torch.where(mine, x.gather(1, index).squeeze(1), 0.0)
@@ -115,7 +114,7 @@ class _TokenStatistics(torch.autograd.Function):
         shard, inverse = ctx.shard, ctx.inverse
         grad = torch.empty_like(logits)
         with_entropy = bool(grad_entropy.any())
-        for block in _blocks(*logits.shape):
+        for block in _blocks(logits):
             log_pi = _tempered(logits[block], shard, inverse, log_partition[block])
             pi = log_pi.exp()
             if with_entropy:  # d entropy / d x = -pi (log pi + entropy)

@@ -48,7 +48,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
     shard = VocabShard.of(11, 11, None)
     results = []
     for elements in (1 << 24, 25):
-        monkeypatch.setattr(module, "_BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(module, "_BLOCK_ELEMENTS", {"cpu": elements})
         leaf = logits.clone().requires_grad_()
         stats = token_statistics(leaf, targets, shard)
         (stats.logprobs.sum() + stats.entropy.sum()).backward()
