@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.checkpoint.description import ModelFacts
 from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
 from megatron_vcpo.config import PluginConfig
@@ -27,7 +28,6 @@ from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import PromptSampler
 from megatron_vcpo.rollout.trajectory import Trajectory
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
-from megatron_vcpo.sync.agreement import raise_together
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.naming import unwrap
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
-from megatron_vcpo.sync.agreement import raise_together
 from megatron_vcpo.sync.match import match_model
 from megatron_vcpo.sync.naming import Family, Layout, ModelShape, ParameterSpec, import_shard
 from megatron_vcpo.sync.naming.families import EMBEDDING, OUTPUT_LAYER

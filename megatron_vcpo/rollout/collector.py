@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments.protocol import Prompt
 from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
@@ -19,7 +20,6 @@ from megatron_vcpo.rollout.exchange import exchange_trajectories
 from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome, RewardPool
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from megatron_vcpo.rollout.trajectory import Trajectory
-from megatron_vcpo.sync.agreement import raise_together
 
 _SHOWN_ERRORS = 3  # rejected rewards that a phase explains, on each rank
 

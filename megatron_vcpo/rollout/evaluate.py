@@ -9,13 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments.protocol import Environment, Prompt, size_of
 from megatron_vcpo.rollout.collector import EnginePlace, judge, response_seed
 from megatron_vcpo.rollout.engine import GenerationRequest, RolloutEngine, Sampling
 from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import encode_prompt
-from megatron_vcpo.sync.agreement import raise_together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vcpo.sync.agreement import raise_together
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.sync.buckets import Bucket, plan_buckets
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.match import match_model

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import SyncConfig
 from megatron_vcpo.rollout.engine import RolloutEngine
-from megatron_vcpo.sync.agreement import raise_together
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.gather import WeightGatherer
 from megatron_vcpo.sync.naming import Family, ModelShape
