@@ -177,6 +177,9 @@ class RolloutFlow(BaseFlow):
         for name, seconds in phase.seconds.items():
             self.add_seconds(name, seconds)
         self.count("rejected_rewards", phase.rejected)
+        for kind, number in phase.rejected_by_kind.items():
+            if number:
+                self.count(f"rejected_{kind}", number)
         self.counters["skipped_prompts"] = float(self.sampler.skipped)
         refused = self.buffer.add(phase.minibatches)
         self.count("refused_unfit", len(refused))
