@@ -9,7 +9,7 @@ BENCHMARKS = $(sort $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmark
 .PHONY: help setup demo test lint bench clean
 
 help:
-	@echo 'make demo     set up, then watch a small model learn with stale rollouts (minutes, no GPU needed)'
+	@echo 'make demo     set up, then watch a small model learn with stale rollouts (minutes, no GPU needed; ARGS="SEED FOLDER")'
 	@echo 'make test     set up, then run the tests; ARGS="-k name" selects'
 	@echo 'make setup    only set up: .venv becomes a link to the pinned environment in the cache folder'
 	@echo 'make lint     ruff and mypy'

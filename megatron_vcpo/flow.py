@@ -154,6 +154,9 @@ class BaseFlow:
                 "response_length": float(np.mean([len(t.response_ids) for t in batch.trajectories])),
                 "truncated": float(np.mean([t.truncated for t in batch.trajectories])),
             }
+        for name in sorted({name for t in batch.trajectories for name in t.reward_parts}):
+            parts = [t.reward_parts[name] for t in batch.trajectories if name in t.reward_parts]
+            record[f"reward/{name}"] = float(np.mean(parts))
         for name, value in metrics.items():
             record.setdefault(_RENAMED.get(name, name), value)
         record |= self._extra

@@ -7,7 +7,6 @@ alike on every rank, so that the collectives inside line up.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep
 from megatron_vcpo.model import collective_device, model_description, padded_vocab_size
+from megatron_vcpo.observability.samples import SamplesLog
 from megatron_vcpo.preflight import Inputs, environment_arguments
 from megatron_vcpo.rollout.buffer import TrajectoryBuffer
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
@@ -36,7 +36,6 @@ from patches import megatron_cpu, torch_cuda_alias
 
 _VERIFIED_TRAJECTORIES = 32  # compared with the trainer after a publication
 _EVAL_SEED = 0x5EED
-_SAMPLES = "samples.jsonl"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -59,6 +58,7 @@ class RolloutFlow(BaseFlow):
         self._rewards: dict[str, RewardPool | None] = {}
         self._engine: RolloutEngine | None = None
         self._verified = False
+        self._samples: SamplesLog | None = None
 
     # ------------------------------------------------------------------ start and end
 
@@ -66,8 +66,8 @@ class RolloutFlow(BaseFlow):
         """Build the engine, publish the first weights, and evaluate them where the run is new."""
         super().start(model=model, optimizer=optimizer)
         self._optimizer = optimizer
-        if self.args.rank == 0 and self.args.iteration == 0:
-            (self.run_dir / _SAMPLES).unlink(missing_ok=True)  # of an earlier run in the same folder
+        if self.config.rollout.save_trajectories and self.args.rank == 0:
+            self._samples = SamplesLog(self.run_dir, next_group=self.sampler.drawn, decode=self.inputs.tokenizer.decode)
         splits = ["train", *(["eval"] if self.config.rollout.eval_interval else [])]
         for split in splits:
             self._rewards[split] = self._reward_pool(split) if self.place.leader else None
@@ -185,7 +185,9 @@ class RolloutFlow(BaseFlow):
         self.count("refused_unfit", len(refused))
         for sentence in refused[:3]:
             self.say(f"refused {sentence}")
-        self._save_samples(phase.minibatches)
+        if self._samples is not None:
+            chosen = [t for m in phase.minibatches for t in m][: self.config.rollout.save_trajectories]
+            self._samples.append(chosen, version=self.version)
         if self._engine.version == self.version and (not self._verified or self.config.sync.verify == "every"):
             with self.timer("sync"):
                 self._verify(phase.minibatches, model, step, forward_backward)
@@ -257,23 +259,6 @@ class RolloutFlow(BaseFlow):
                 failure = error
         raise_together(failure)
         self._verified = True
-
-    def _save_samples(self, minibatches: list[list[Trajectory]]) -> None:
-        count = self.config.rollout.save_trajectories
-        if not count or self.args.rank != 0:
-            return
-        decode = self.inputs.tokenizer.decode
-        with (self.run_dir / _SAMPLES).open("a", encoding="utf-8") as file:
-            for trajectory in [t for m in minibatches for t in m][:count]:
-                record = {
-                    "version": self.version,
-                    "group": trajectory.group_id,
-                    "prompt": decode(trajectory.prompt_ids.tolist()),
-                    "response": decode(trajectory.response_ids.tolist()),
-                    "reward": trajectory.reward,
-                    "truncated": trajectory.truncated,
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     # ------------------------------------------------------------------ state
 

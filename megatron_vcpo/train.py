@@ -109,7 +109,14 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
             plugin.forward_step,
         )
     except BaseException as error:  # torch's CheckpointException is no Exception
-        sentence = failure_sentence(error, args.save) if not isinstance(error, SystemExit | KeyboardInterrupt) else None
+        if isinstance(error, KeyboardInterrupt):
+            print(
+                "megatron_vcpo: interrupted; go on from the last checkpoint with --load. With --exit-signal-handler "
+                "--exit-signal SIGINT a run saves itself first.",
+                file=sys.stderr,
+            )
+            sys.exit(130)
+        sentence = None if isinstance(error, SystemExit) else failure_sentence(error, args.save)
         if sentence is None:
             raise
         print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)

@@ -48,7 +48,7 @@ run() {
 }
 
 if [ -e "$RUN" ]; then
-    echo "$RUN is there already; name another folder (demo.sh SEED FOLDER) or remove it." >&2
+    echo "$RUN is there already; remove it, or choose another seed or folder: make demo ARGS=\"SEED FOLDER\"." >&2
     exit 2
 fi
 mkdir -p "$RUN"

@@ -111,6 +111,7 @@ LAUNCH=(
 for flag in "$@"; do
     if [[ $flag == --vcpo-dry-run ]]; then
         LAUNCH=(python)
+        [ -x "$ROOT/.venv/bin/python" ] && LAUNCH=("$ROOT/.venv/bin/python")
         PARALLEL_ARGS+=(--vcpo-dry-run-processes $((NNODES * GPUS_PER_NODE)))
     fi
 done

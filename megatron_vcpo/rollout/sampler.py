@@ -50,6 +50,11 @@ class PromptSampler:
         if self._size == 0:
             raise ConfigError("--rollout-environment has no prompts.")
 
+    @property
+    def drawn(self) -> int:
+        """Prompts drawn since the start of the run: the number of the next one."""
+        return self._drawn
+
     def draw(self, count: int) -> list[DrawnPrompt]:
         """The next `count` prompts.
 
