@@ -147,6 +147,8 @@ class MegatronPlugin:
                 success, grad_norm = not result[1], result[5]
             finally:
                 metrics = self.step.end(success=success, grad_norm=grad_norm)
+        if self.step.skip_reason:
+            self.flow.say(f"iteration {self.args.curr_iteration + 1} was skipped: {self.step.skip_reason}.")
         self.flow.after_step(metrics, batch=batch, success=success, model=model)
         return result
 
@@ -180,9 +182,9 @@ class MegatronPlugin:
         if self.config.vcpo.kl_coefficient > 0.0:
             self.step.reference = ReferencePolicy(model)
             if self.args.iteration > 0:
-                load_reference(self.step.reference, reference_path(self.args))
-            elif self.args.save is not None:
-                save_reference(self.step.reference, reference_path(self.args))
+                load_reference(self.step.reference, reference_path(self.args, self.args.load))
+            if self.args.save is not None and (self.args.iteration == 0 or self.args.save != self.args.load):
+                save_reference(self.step.reference, reference_path(self.args, self.args.save))
 
     @property
     def token_budget(self) -> int:

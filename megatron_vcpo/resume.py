@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,13 @@ def load_flow_state(args: argparse.Namespace) -> dict[str, Any]:
             f"{path} is missing: the checkpoint holds no rollout state, so prompts and buffered trajectories would be "
             "lost; add --finetune to start a new run from its weights."
         )
-    return as_arrays(torch.load(path, map_location="cpu", weights_only=True)["dataloader_state_dict"])
+    try:
+        return as_arrays(torch.load(path, map_location="cpu", weights_only=True)["dataloader_state_dict"])
+    except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({type(error).__name__}): the checkpoint's rollout state is damaged; resume an "
+            "earlier one with --ckpt-step, or add --finetune to start a new run from its weights."
+        ) from error
 
 
 def as_tensors(state: Any) -> Any:
@@ -64,9 +71,9 @@ def as_arrays(state: Any) -> Any:
     return state
 
 
-def reference_path(args: argparse.Namespace) -> Path:
-    """File of this rank's shard of the KL reference."""
-    folder = Path(args.save or args.load) / "kl_reference"
+def reference_path(args: argparse.Namespace, checkpoints: str) -> Path:
+    """File of this rank's shard of the KL reference, beside the checkpoints of a folder."""
+    folder = Path(checkpoints) / "kl_reference"
     layout = (
         f"tp{args.tensor_model_parallel_size}_pp{args.pipeline_model_parallel_size}_ep{args.expert_model_parallel_size}"
     )

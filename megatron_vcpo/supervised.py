@@ -102,3 +102,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    import threading
+
+    from megatron_vcpo.train import end_with_owner
+
+    threading.Thread(target=end_with_owner, daemon=True).start()

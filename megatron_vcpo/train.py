@@ -11,6 +11,8 @@ import os
 import shutil
 import socket
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -154,5 +156,18 @@ def failure_sentence(error: BaseException, save: str | None) -> str | None:
     return None
 
 
+def end_with_owner() -> None:
+    """Watch, in a process that this program spawned, whether its owner is still there, and end with it.
+
+    Megatron keeps a manager process after its first save, which would outlive a trainer that was killed.
+    """
+    owner = os.getppid()
+    while os.getppid() == owner:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    threading.Thread(target=end_with_owner, daemon=True).start()

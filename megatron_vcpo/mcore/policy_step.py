@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.config import ConfigError, VCPOConfig
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.minibatch import Minibatch, PackingSettings, build_minibatch, needs_scoring_pass
 from megatron_vcpo.mcore.packing import MicroBatch
@@ -32,6 +32,7 @@ from megatron_vcpo.mcore.reductions import (
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.objective import (
     LossInputs,
+    LossOutputs,
     combine_ess_statistics,
     ess_log_weights,
     ess_statistics,
@@ -319,6 +320,7 @@ class PolicyStep:
                 entropy=output["entropy"],
             )
         )
+        self._check_loss(outputs)
         self._accumulated.add_metrics(outputs.metrics)
         if micro.num_trajectories:
             self._accumulated.log_weights.append(self._log_weights(micro, output["logprobs"]))
@@ -328,6 +330,15 @@ class PolicyStep:
         # The schedule scales its loss in place: what is logged must be a copy.
         logged = torch.stack([outputs.loss.detach().clone(), outputs.loss.new_ones(())])
         return outputs.loss * float(batch.num_rows), rows, {"vcpo loss": logged}
+
+    def _check_loss(self, outputs: LossOutputs) -> None:
+        # A detached loss would train nothing, and nobody would notice.
+        scalar = isinstance(outputs, LossOutputs) and outputs.loss.dim() == 0
+        if not scalar or (torch.is_grad_enabled() and not outputs.loss.requires_grad):
+            raise ConfigError(
+                f"--vcpo-loss {self.config.loss} must return LossOutputs with a scalar loss attached to the graph of "
+                "policy_logprobs."
+            )
 
     # ------------------------------------------------------------------ after the backward passes
 

@@ -7,7 +7,7 @@ is killed with its process, a process that dies is replaced.
 from __future__ import annotations
 
 import concurrent.futures
-import math
+import contextlib
 import multiprocessing
 import numbers
 import os
@@ -21,7 +21,13 @@ from megatron_vcpo.environments import Environment, EnvironmentSetupError, Promp
 KINDS = ("raised", "timeout", "died", "invalid")
 """What can go wrong with a reward: an exception, its deadline, the end of its process, a result that is no number."""
 
+LARGEST_REWARD = 3.4e38
+"""Rewards are trained on in fp32: a larger one would be infinite there."""
+
 _START_TIMEOUT = 300.0  # seconds for all workers to start and build their environments
+_STALLED = 60.0  # seconds past a reward's deadline after which the pool must be broken
+_CLOSING = 10.0  # seconds to wait for the pool's threads
+_ROUNDS = 3  # pools that may break over one batch of rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,29 +68,65 @@ class RewardPool:
 
         The first `judge` raises EnvironmentSetupError if a worker could not build the environment.
         """
+        self._timeout = timeout
+        self._workers = workers
+        self._environment = (environment, split, seed, dict(config), prompts_file)
+        self._pool: Any = None
+        self._greetings: list[Any] = []
+        self._open()
+
+    def _open(self) -> None:
         from pebble import ProcessPool
 
-        self._timeout = timeout
         self._pool = ProcessPool(
-            max_workers=workers,
+            max_workers=self._workers,
             initializer=_start_worker,
-            initargs=(environment, split, seed, dict(config), prompts_file),
+            initargs=self._environment,
             context=multiprocessing.get_context("spawn"),
         )
-        self._greetings = [self._pool.schedule(_greet) for _ in range(workers)]
+        self._greetings = [self._pool.schedule(_greet) for _ in range(self._workers)]
 
     def judge(self, items: Sequence[tuple[Prompt, str]], *, progress: bool = False) -> list[RewardOutcome]:
-        """The rewards of (prompt, response) pairs, in their order."""
+        """The rewards of (prompt, response) pairs, in their order.
+
+        Workers that die outside a reward (out of memory, a stray signal) can take the pool with them: it is made anew,
+        and what it had not judged is judged again, a few times at most.
+        """
         from tqdm import tqdm
 
-        self._await_start()
-        futures = [
-            self._pool.schedule(_judge, args=(prompt, response), timeout=self._timeout) for prompt, response in items
-        ]
-        return [
-            self._outcome(future)
-            for future in tqdm(futures, desc="Rewards", unit="response", leave=False, disable=not progress)
-        ]
+        outcomes: dict[int, RewardOutcome] = {}
+        with tqdm(total=len(items), desc="Rewards", unit="response", leave=False, disable=not progress) as bar:
+            for _ in range(_ROUNDS):
+                waiting = [i for i in range(len(items)) if i not in outcomes]
+                if not waiting:
+                    break
+                if not self._pool.active:
+                    self.close()
+                    self._open()
+                self._await_start()
+                outcomes |= self._round({i: items[i] for i in waiting}, bar)
+        died = RewardOutcome(reward=None, kind="died", error=f"the reward processes died {_ROUNDS} times")
+        return [outcomes.get(i, died) for i in range(len(items))]
+
+    def _round(self, items: Mapping[int, tuple[Prompt, str]], bar: Any) -> dict[int, RewardOutcome]:
+        """What the pool, as it is, can judge of the items."""
+        futures: dict[int, Any] = {}
+        try:
+            for i, pair in items.items():
+                futures[i] = self._pool.schedule(_judge, args=pair, timeout=self._timeout)
+        except RuntimeError:
+            pass  # it broke while it was being given work: the next round gives the rest
+        found: dict[int, RewardOutcome] = {}
+        for i, future in futures.items():
+            # Work is done in order: each is ready a deadline, and perhaps a restart, after the one before it.
+            concurrent.futures.wait([future], timeout=self._timeout + _STALLED)
+            if not future.done():
+                self.close()  # a worker that died while it held the pool's lock: nothing will come any more
+            outcome = self._outcome(future) if future.done() else None
+            if outcome is not None:
+                found[i] = outcome
+                bar.update(1)
+        return found
 
     def _await_start(self) -> None:
         while self._greetings:
@@ -96,7 +138,8 @@ class RewardPool:
                 raise EnvironmentSetupError(f"In a reward process: {problem}")
             self._greetings.pop()
 
-    def _outcome(self, future: Any) -> RewardOutcome:
+    def _outcome(self, future: Any) -> RewardOutcome | None:
+        """What a finished future holds; None where the pool itself was gone before it could be judged."""
         from pebble import ProcessExpired
 
         try:
@@ -110,14 +153,15 @@ class RewardPool:
                 reward=None, kind="died", error=f"the reward ended its process with exit code {error.exitcode}"
             )
         except (concurrent.futures.CancelledError, concurrent.futures.BrokenExecutor):
-            raise  # the pool itself is gone
+            return None
         except Exception as error:  # noqa: BLE001 - what the worker could not even report; counted like the others
             return RewardOutcome(reward=None, kind="raised", error=f"the reward raised {type(error).__name__}")
 
     def close(self) -> None:
         """End the workers at once; safe to call twice."""
         self._pool.stop()
-        self._pool.join()
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self._pool.join(timeout=_CLOSING)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -159,7 +203,7 @@ def _judge(prompt: Prompt, response: str) -> RewardOutcome:
         return RewardOutcome(reward=None, kind="raised", error=_problem)
     try:
         return _checked(_environment.reward(prompt, response))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - reported in the outcome and counted
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it costs this trajectory and is counted
         return RewardOutcome(
             reward=None, kind="raised", error=f"the reward raised {type(error).__name__}: {error}"[:500]
         )
@@ -174,7 +218,7 @@ def _checked(result: Any) -> RewardOutcome:
     values: dict[str, float] = {}
     for name, value in parts.items():
         number = value.item() if hasattr(value, "item") else value  # numpy scalars, booleans included
-        if not isinstance(number, numbers.Real) or not math.isfinite(number):
+        if not isinstance(number, numbers.Real) or not abs(float(number)) <= LARGEST_REWARD:  # NaN fails it too
             return RewardOutcome(
                 reward=None, kind="invalid", error=f"the reward gave {name}={value!r}"[:200] + ", not a finite number"
             )

@@ -238,3 +238,19 @@ def test_mixture_of_experts_gradient_equals_plain_autograd(groups):
     metrics, ours = run_step(tiny, register(tiny, VCPOConfig(tokens_per_micro_batch=60)), trajectories)
     assert metrics["rho"] == pytest.approx(rho, rel=1e-5)
     torch.testing.assert_close(ours, gradient.float(), rtol=5e-4, atol=5e-7)
+
+
+def detached_loss(inputs):
+    from megatron_vcpo.objective import LossOutputs
+
+    return LossOutputs(loss=inputs.policy_logprobs.detach().sum(), metrics={})
+
+
+def test_a_loss_that_would_train_nothing_is_refused(groups):
+    from megatron_vcpo.config import ConfigError
+
+    tiny = build_tiny_gpt(groups)
+    vcpo = register(tiny, VCPOConfig())
+    vcpo.loss = detached_loss
+    with pytest.raises(ConfigError, match="attached to the graph"):
+        run_step(tiny, vcpo, make_trajectories())

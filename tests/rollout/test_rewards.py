@@ -163,3 +163,27 @@ def test_workers_end_with_their_owner_however_it_ends(tmp_path, how, as_module):
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_worker_killed_between_rewards_costs_nothing():
+    import signal
+
+    import psutil
+
+    with RewardPool("sort_digits", split="train", seed=0, config={}, workers=2, timeout=5.0) as pool:
+        prompt = Prompt(text="21:", answer="12")
+        assert [outcome.reward for outcome in pool.judge([(prompt, "12")])] == [1.0]
+        for _ in range(2):
+            for child in psutil.Process().children(recursive=True):
+                if "spawn_main" in " ".join(child.cmdline()):
+                    child.send_signal(signal.SIGKILL)
+            outcomes = pool.judge([(prompt, "12"), (prompt, "21")] * 8)
+            assert [outcome.reward for outcome in outcomes] == [1.0, 0.0] * 8
+
+
+def test_a_reward_beyond_fp32_is_no_reward():
+    from megatron_vcpo.rollout.rewards import _checked
+
+    assert _checked(1e300).kind == "invalid"
+    assert _checked(-3.5e38).kind == "invalid"
+    assert _checked(3e38).reward == 3e38
