@@ -14,7 +14,7 @@ import torch
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.checkpoint.description import ModelFacts
 from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
-from megatron_vcpo.config import PluginConfig
+from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep
 from megatron_vcpo.model import collective_device, model_description, padded_vocab_size
@@ -264,10 +264,29 @@ class RolloutFlow(BaseFlow):
 
     def state_dict(self) -> dict[str, Any]:
         """Version, counters, the prompts' cursor and the trajectories that wait."""
-        return {**super().state_dict(), "sampler": self.sampler.state_dict(), "buffer": self.buffer.state_dict()}
+        return {
+            **super().state_dict(),
+            "task": self._task,
+            "sampler": self.sampler.state_dict(),
+            "buffer": self.buffer.state_dict(),
+        }
+
+    @property
+    def _task(self) -> str:
+        rollout = self.config.rollout
+        return f"{rollout.environment} {rollout.environment_config} {rollout.prompts or ''}".strip()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; the engine has no weights then, so the first act is a publication."""
+        """Take over a saved state; the engine has no weights then, so the first act is a publication.
+
+        Raises:
+            ConfigError: the state is of another task: its waiting trajectories were judged by other rewards.
+        """
+        if state["task"] != self._task:
+            raise ConfigError(
+                f"The checkpoint's rollouts are of the task {state['task']!r}, this run's of {self._task!r}: give the "
+                "same --rollout-environment flags, or --finetune to start a new run from its weights."
+            )
         super().load_state_dict(state)
         self.sampler.load_state_dict(state["sampler"])
         self.buffer.load_state_dict(state["buffer"])
