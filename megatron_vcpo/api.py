@@ -12,6 +12,7 @@ import torch
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.minibatch import PackingSettings
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
+from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.optim import EssParamScheduler
 
@@ -72,8 +73,7 @@ def register(
         sequence_length=sequence_length,
         fp16=bool(transformer.fp16),
     )
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    step = PolicyStep(config, settings, groups=groups, scheduler=scheduler, device=device)
+    step = PolicyStep(config, settings, groups=groups, scheduler=scheduler, device=collective_device())
     if config.kl_coefficient > 0.0:
         step.reference = ReferencePolicy(model)
     hook_finalization(transformer, step)

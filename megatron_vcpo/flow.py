@@ -60,7 +60,6 @@ class BaseFlow:
         self.run_dir = run_directory(args, config)
         self._seconds: dict[str, float] = {}
         self._extra: dict[str, float] = {}
-        self._batch = StepBatch(trajectories=[])
         self._log: MetricsLog | None = None
         self._trackers: Trackers | None = None
 
@@ -80,14 +79,13 @@ class BaseFlow:
 
     def after_step(self, metrics: dict[str, float], *, batch: StepBatch, success: bool, model: list[Any]) -> None:
         """Take a step's metrics: count, log, and move the version."""
-        self._batch = batch
         if success:
             self.version += 1
         else:
             self.count("skipped_steps", 1)
         for name in _COUNTED:
             self.count(name, round(metrics.get(name, 0.0) * len(batch.trajectories)))
-        self.log(self._record(metrics))
+        self.log(self._record(metrics, batch))
 
     def close(self) -> None:
         """Release what start() took; safe to call twice."""
@@ -137,8 +135,7 @@ class BaseFlow:
         self._seconds = {}
         self._extra = {}
 
-    def _record(self, metrics: dict[str, float]) -> dict[str, float]:
-        batch = self._batch
+    def _record(self, metrics: dict[str, float], batch: StepBatch) -> dict[str, float]:
         rewards = np.array([t.reward for t in batch.trajectories], dtype=np.float64)
         record: dict[str, float] = {
             "iteration": int(self.args.curr_iteration) + 1,

@@ -13,6 +13,7 @@ from megatron_vcpo.checkpoint.description import ModelDescription, ModelFacts, d
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
 from megatron_vcpo.checkpoint.rotary import check_rotary
 from megatron_vcpo.config import PluginConfig
+from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.sync.naming import unwrap
 
@@ -47,10 +48,3 @@ def padded_vocab_size(model_chunks: Sequence[nn.Module], tied_embeddings: bool) 
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
     return int(count.item())
-
-
-def collective_device() -> torch.device:
-    """Where collectives over the default group want their tensors."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

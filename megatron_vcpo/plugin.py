@@ -20,6 +20,7 @@ from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.flow import BaseFlow
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
+from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.model import model_description, padded_vocab_size
 from megatron_vcpo.optim import EssParamScheduler, EssSettings
@@ -27,7 +28,6 @@ from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
 from patches import cpu_packed_attention
 
-CPU = torch.device("cpu")
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
 
 
@@ -176,7 +176,7 @@ class MegatronPlugin:
             ),
             groups=self.flow.groups,
             scheduler=scheduler,
-            device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU,
+            device=collective_device(),
         )
         guard_optimizer(optimizer, self.step)
         if self.config.vcpo.kl_coefficient > 0.0:

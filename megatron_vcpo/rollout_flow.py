@@ -17,7 +17,8 @@ from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep
-from megatron_vcpo.model import collective_device, model_description, padded_vocab_size
+from megatron_vcpo.mcore.reductions import collective_device
+from megatron_vcpo.model import model_description, padded_vocab_size
 from megatron_vcpo.observability.samples import SamplesLog
 from megatron_vcpo.preflight import Inputs, environment_arguments
 from megatron_vcpo.rollout.buffer import TrajectoryBuffer

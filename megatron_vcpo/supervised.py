@@ -68,8 +68,8 @@ class SupervisedFlow(BaseFlow):
             prompt_index=index,
         )
 
-    def _record(self, metrics: dict[str, float]) -> dict[str, float]:
-        record = super()._record(metrics)
+    def _record(self, metrics: dict[str, float], batch: StepBatch) -> dict[str, float]:
+        record = super()._record(metrics, batch)
         # An imitated answer was not sampled: rewards, weights and ages mean nothing.
         return {name: value for name, value in record.items() if name in _KEPT or name.startswith(("time/", "count/"))}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_vcpo.config import VCPOConfig
-from megatron_vcpo.mcore.packing import MicroBatch, PackingPlan, build_micro_batch, plan_micro_batches
+from megatron_vcpo.mcore.packing import MicroBatch, PackingPlan, build_micro_batch, padded_rows, plan_micro_batches
 from megatron_vcpo.objective import advantage_scales
 from megatron_vcpo.rollout.trajectory import Trajectory
 
@@ -92,15 +92,7 @@ def build_minibatch(
         group_ids=group_ids,
         advantage_scales=advantage_scales(rewards, group_ids, config.reward_normalization).float(),
         num_response_tokens=int(sum(np.count_nonzero(t.response_mask) for t in trajectories)),
-        num_rows=_total_rows(plan, lengths, packing.token_multiple),
+        num_rows=sum(
+            padded_rows(sum(lengths[i] for i in bin_), packing.token_multiple) for rank in plan.bins for bin_ in rank
+        ),
     )
-
-
-def _total_rows(plan: PackingPlan, lengths: Sequence[int], multiple: int) -> int:
-    filler = multiple * max(1, 2 // multiple)
-    total = 0
-    for rank in plan.bins:
-        for bin_ in rank:
-            rows = sum(lengths[i] for i in bin_)
-            total += -(-rows // multiple) * multiple if rows else filler
-    return total

@@ -135,6 +135,11 @@ class MicroBatch:
         return self.cu_seqlens[: self.num_trajectories + 1]
 
 
+def padded_rows(real: int, multiple: int) -> int:
+    """Rows of a micro-batch that holds `real` tokens: a multiple of `multiple`, and a few where there are no tokens."""
+    return real + -real % multiple if real else multiple * max(1, 2 // multiple)
+
+
 def build_micro_batch(
     trajectories: Sequence[Trajectory], indices: tuple[int, ...], *, multiple: int, device: torch.device
 ) -> MicroBatch:
@@ -148,9 +153,9 @@ def build_micro_batch(
     chosen = [trajectories[i] for i in indices]
     lengths = [t.num_tokens for t in chosen]
     real = sum(lengths)
-    padding = -real % multiple if real else multiple * max(1, 2 // multiple)
+    total = padded_rows(real, multiple)
+    padding = total - real
     spans = lengths + ([padding] if padding else [])
-    total = real + padding
     tokens = np.zeros(total, np.int64)
     labels = np.zeros(total, np.int64)
     mask = np.zeros(total, bool)

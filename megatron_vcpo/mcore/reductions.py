@@ -13,6 +13,13 @@ class RankDisagreement(RuntimeError):
     """Ranks hold different values of something that must be identical; training on would diverge silently."""
 
 
+def collective_device() -> torch.device:
+    """Where collectives over the default group want their tensors."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def group_size(group: Any) -> int:
     """Ranks of a process group; 1 for None."""
     return dist.get_world_size(group) if group is not None else 1
