@@ -11,10 +11,12 @@ import torch
 
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.minibatch import PackingSettings
+from megatron_vcpo.mcore.packing import RowAlignment
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
 from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.optim import EssParamScheduler
+from patches import shared_loss_scale
 
 
 def register(
@@ -37,7 +39,7 @@ def register(
             calculate_per_token_loss and variable_seq_lengths set.
         optimizer: Megatron's; its step() will refuse an update that is not fit to be made: (False, None, None).
         scheduler: an EssParamScheduler over the same optimizer.
-        groups: ProcessGroupCollection with tp, pp, dp, dp_cp.
+        groups: ProcessGroupCollection with tp, pp, cp, dp, dp_cp.
         vocab_size: real tokens, without padding.
         sequence_length: longest trajectory; also the token budget of a micro-batch where the config sets none. Tokens.
         max_response_length: bound of a response. Tokens.
@@ -63,8 +65,11 @@ def register(
     from megatron.core.utils import get_model_config
 
     transformer = get_model_config(model[0])
-    if not transformer.calculate_per_token_loss or not transformer.variable_seq_lengths:
-        raise ValueError("The transformer config needs calculate_per_token_loss=True and variable_seq_lengths=True.")
+    variable = not equal_rows(transformer)
+    if not transformer.calculate_per_token_loss or transformer.variable_seq_lengths != variable:
+        raise ValueError(
+            f"The transformer config needs calculate_per_token_loss=True and variable_seq_lengths={variable}."
+        )
     settings = StepSettings(
         vocab_size=vocab_size,
         temperature=temperature,
@@ -86,17 +91,28 @@ def packing_settings(transformer: Any, groups: Any, budget: int) -> PackingSetti
 
     Args:
         transformer: Megatron-Core's TransformerConfig.
-        groups: process groups, dp in them.
+        groups: process groups, dp and cp in them.
         budget: tokens of one micro-batch.
     """
     interleaved = transformer.virtual_pipeline_model_parallel_size is not None
     return PackingSettings(
         budget=budget,
-        token_multiple=transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1,
+        alignment=RowAlignment(
+            cp_rank=torch.distributed.get_rank(groups.cp),
+            cp_size=torch.distributed.get_world_size(groups.cp),
+            token_multiple=transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1,
+            equal_rows=equal_rows(transformer),
+        ),
         micro_batch_multiple=transformer.pipeline_model_parallel_size if interleaved else 1,
         dp_rank=torch.distributed.get_rank(groups.dp),
         dp_size=torch.distributed.get_world_size(groups.dp),
     )
+
+
+def equal_rows(transformer: Any) -> bool:
+    """Whether all micro-batches of a step need the same number of rows: the allgather dispatcher gathers tokens of
+    expert-parallel ranks into one tensor."""
+    return bool(transformer.num_moe_experts) and transformer.moe_token_dispatcher_type == "allgather"
 
 
 def hook_finalization(transformer: Any, step: PolicyStep) -> None:
@@ -114,5 +130,6 @@ def _finalize(stock: Callable[..., None], step: PolicyStep, model: list[Any], *a
 
 def guard_optimizer(optimizer: Any, step: PolicyStep) -> None:
     """Let the step refuse an update: optimizer.step() of this one instance asks it first."""
+    shared_loss_scale.apply(optimizer)
     original = optimizer.step
     optimizer.step = types.MethodType(lambda self: step.guard(original), optimizer)

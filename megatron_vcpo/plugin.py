@@ -138,15 +138,23 @@ class MegatronPlugin:
             self.step.begin(batch.trajectories, model=model, forward_backward=schedule, lag=batch.lag_max)
             for feed in self.feeds:
                 feed.fill(self.step.data_iterator())
-            count = self.step.num_micro_batches
+            length = self.step.sequence_length
             # Megatron's own calculator stays at the nominal number: train() asserts that it never falls.
-            call["forward_backward_func"] = lambda **options: schedule(**{**options, "num_microbatches": count})
+            actual = {
+                "num_microbatches": self.step.num_micro_batches,
+                "seq_length": length,
+                "decoder_seq_length": length,
+            }
+            call["forward_backward_func"] = lambda **options: schedule(**{**options, **actual})
             success, grad_norm = False, None
             try:
                 result = self._train_step(*bound.args, **bound.kwargs)
                 success, grad_norm = not result[1], result[5]
             finally:
                 metrics = self.step.end(success=success, grad_norm=grad_norm)
+        # NaN in the weights looks like an overflow to the loss scaler, but no scale will heal it.
+        clean = not self.step.skip_reason and metrics["nonfinite_trajectories"] == 0.0
+        metrics["overflow"] = float(self.args.fp16 and not success and clean)
         if self.step.skip_reason:
             self.flow.say(f"iteration {self.args.curr_iteration + 1} was skipped: {self.step.skip_reason}.")
         self.flow.after_step(metrics, batch=batch, success=success, model=model)

@@ -5,7 +5,8 @@ takes them, and that needs a GPU. Versions: megatron-core 0.19.2, --transformer-
 No longer needed when `tests/patches/test_cpu_packed_attention.py::test_stock_attention_still_refuses_packing` fails.
 
 Sequences of similar length are padded to one batch and attended with torch's fused causal kernel: padding stands behind
-the real tokens, so no real query ever sees it. The cost is sum(L^2), not (sum L)^2.
+the real tokens, so no real query ever sees it. The cost is sum(L^2), not (sum L)^2. Under context parallelism keys and
+values are gathered from all ranks, and each rank attends with the rows of `RowAlignment.context_rows` that it holds.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ class PackedCoreAttention(torch.nn.Module):
         attention_type: Any = None,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                "Context parallelism is not available with --transformer-impl local; use transformer_engine."
-            )
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[b, h, s, d] each; keys and values may have fewer heads."""
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[b, h, s, d] each; keys and values may have fewer heads. Causal without a mask."""
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
@@ -64,10 +66,14 @@ class PackedCoreAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Return [s, b, h * d] or, packed, [t, h * d]."""
         if packed_seq_params is None:
+            if self.cp_group is not None:
+                raise ValueError("This core attention takes packed sequences only under context parallelism.")
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
         if query.dim() == 4:  # [t, 1, h, d]
             query, key, value = (x.squeeze(1) for x in (query, key, value))
+        if self.cp_group is not None:
+            return self._context_parallel(query, key, value, packed_seq_params.cu_seqlens_q)
         out = torch.zeros(*query.shape[:2], value.size(2), dtype=query.dtype, device=query.device)
         for rows in padded_batches(packed_seq_params.cu_seqlens_q):  # [b, s], -1 on padding
             real = rows >= 0
@@ -75,6 +81,30 @@ class PackedCoreAttention(torch.nn.Module):
             attended = self._attend(*(x[index].transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
             out = out.index_put((rows[real],), attended[real])
         return out.reshape(out.size(0), -1)
+
+    def _context_parallel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        """[t / cp, h, d] each, rows of this rank: the r-th chunk of every sequence from the front and from the end."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        rank, size = self.cp_group.rank(), self.cp_group.size()
+        held: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            chunks = torch.arange(start, end, device=query.device).view(2 * size, -1)
+            for r in range(size):
+                held[r] += [chunks[r], chunks[-1 - r]]
+        own = torch.cat(held[rank])  # global row of each local one
+        order = torch.cat([torch.cat(rows) for rows in held]).argsort()
+        # Backward sums the gradients of all ranks' queries: a reduce-scatter.
+        key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group)[order] for x in (key, value))
+        out = []
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            local = slice(start // size, end // size)
+            mask = own[local, None] >= torch.arange(start, end, device=query.device)
+            q, k, v = query[local], key[start:end], value[start:end]
+            out.append(self._attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask)[0].transpose(0, 1))
+        return torch.cat(out).flatten(1)
 
 
 def padded_batches(cu_seqlens: torch.Tensor) -> list[torch.Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_vcpo.config import VCPOConfig
-from megatron_vcpo.mcore.packing import MicroBatch, PackingPlan, build_micro_batch, padded_rows, plan_micro_batches
+from megatron_vcpo.mcore.packing import MicroBatch, PackingPlan, RowAlignment, build_micro_batch, plan_micro_batches
 from megatron_vcpo.objective import advantage_scales
 from megatron_vcpo.rollout.trajectory import Trajectory
 
@@ -19,8 +19,8 @@ from megatron_vcpo.rollout.trajectory import Trajectory
 class PackingSettings:
     """How trajectories are packed on this layout."""
 
-    budget: int  # tokens of a micro-batch
-    token_multiple: int = 1  # T of a micro-batch is a multiple of it
+    budget: int  # tokens of a micro-batch, over all context-parallel ranks
+    alignment: RowAlignment = field(default_factory=RowAlignment)
     micro_batch_multiple: int = 1  # the number of micro-batches is a multiple of it
     dp_rank: int = 0
     dp_size: int = 1
@@ -37,13 +37,18 @@ class Minibatch:
     group_ids: Tensor  # [N] int64
     advantage_scales: Tensor  # [N] fp32
     num_response_tokens: int  # sampled tokens, over all ranks
-    num_rows: int  # rows of all micro-batches of all ranks, padding included
+    rank_rows: tuple[int, ...]  # rows of each data-parallel rank's micro-batches, padding included
     baselines: Tensor | None = None  # [N], set by a scoring pass
 
     @property
     def num_trajectories(self) -> int:
         """N, over all ranks."""
         return len(self.trajectories)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all micro-batches of all ranks, padding included."""
+        return sum(self.rank_rows)
 
     @property
     def num_real_tokens(self) -> int:
@@ -69,20 +74,23 @@ def build_minibatch(
     Raises:
         PackingError: a trajectory does not fit, with its name.
     """
-    lengths = [t.num_tokens for t in trajectories]
+    lengths, alignment = [t.num_tokens for t in trajectories], packing.alignment
     plan = plan_micro_batches(
-        lengths,
+        [alignment.sequence_rows(length) for length in lengths],
         [t.group_id for t in trajectories],
-        budget=packing.budget,
+        budget=alignment.sequence_rows(packing.budget),
         dp_size=packing.dp_size,
         multiple=packing.micro_batch_multiple,
         prefer_groups=config.baseline.startswith("opob") and config.baseline_scope == "group",
     )
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32, device=device)
     group_ids = torch.tensor([t.group_id for t in trajectories], dtype=torch.int64, device=device)
+    rows = [[alignment.rows([lengths[i] for i in bin_]) for bin_ in rank] for rank in plan.bins]
+    if alignment.equal_rows:
+        rows = [[max(map(max, rows))] * plan.num_micro_batches] * packing.dp_size
     micro_batches = [
-        build_micro_batch(trajectories, bin_, multiple=packing.token_multiple, device=device)
-        for bin_ in plan.bins[packing.dp_rank]
+        build_micro_batch(trajectories, bin_, alignment=alignment, rows=total, device=device)
+        for bin_, total in zip(plan.bins[packing.dp_rank], rows[packing.dp_rank])
     ]
     return Minibatch(
         trajectories=tuple(trajectories),
@@ -92,7 +100,5 @@ def build_minibatch(
         group_ids=group_ids,
         advantage_scales=advantage_scales(rewards, group_ids, config.reward_normalization).float(),
         num_response_tokens=int(sum(np.count_nonzero(t.response_mask) for t in trajectories)),
-        num_rows=sum(
-            padded_rows(sum(lengths[i] for i in bin_), packing.token_multiple) for rank in plan.bins for bin_ in rank
-        ),
+        rank_rows=tuple(map(sum, rows)),
     )

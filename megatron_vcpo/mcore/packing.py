@@ -5,11 +5,13 @@ The plan is a function of lengths alone and is computed by every rank from the s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -110,18 +112,65 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], dp_size: int) -> tuple[
     return tuple(tuple(rank) for rank in ranks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowAlignment:
+    """What the layout asks of a micro-batch's rows, and which of them this rank holds.
+
+    Under context parallelism every sequence is cut into 2 * cp_size chunks; rank r holds the r-th from the front and
+    the r-th from the end, so that causal attention costs every rank the same (the order that Transformer Engine uses).
+    """
+
+    cp_rank: int = 0
+    cp_size: int = 1
+    token_multiple: int = 1  # rows of one rank are a multiple of it (tensor-parallel ranks under sequence parallelism)
+    equal_rows: bool = False  # all micro-batches of a step have the same number of rows (MoE allgather dispatcher)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every sequence is padded to a multiple of it."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of a micro-batch, over all context-parallel ranks, are a multiple of it."""
+        return math.lcm(self.sequence_multiple, self.cp_size * self.token_multiple)
+
+    def sequence_rows(self, length: int) -> int:
+        """Rows that a sequence of `length` tokens takes."""
+        return length + -length % self.sequence_multiple
+
+    def rows(self, lengths: Sequence[int]) -> int:
+        """Rows of a micro-batch with sequences of these lengths; a few where there are none."""
+        real = sum(map(self.sequence_rows, lengths))
+        return real + -real % self.row_multiple if real else self.row_multiple * max(1, 2 // self.row_multiple)
+
+    def context_rows(self, cu_seqlens: Sequence[int]) -> npt.NDArray[np.int64]:
+        """[cp_size, T / cp_size]: the rows that each context-parallel rank holds, in its order."""
+        held: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(self.cp_size)]
+        for start, end in itertools.pairwise(cu_seqlens):
+            chunks = np.arange(start, end).reshape(2 * self.cp_size, -1)
+            for rank in range(self.cp_size):
+                held[rank] += [chunks[rank], chunks[-1 - rank]]
+        return np.stack([np.concatenate(parts) for parts in held])
+
+
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """One packed micro-batch. Row t holds a token, and in labels and masks what it predicts."""
+    """One packed micro-batch of T rows. Row t holds a token, and in labels and masks what it predicts.
 
-    tokens: Tensor  # [1, T] int64
-    labels: Tensor  # [1, T] int64, the next token of the same trajectory, 0 at its end
-    position_ids: Tensor  # [1, T] int64
+    What the model reads are the T' = T / cp_size rows of this context-parallel rank; everything else describes all T.
+    """
+
+    tokens: Tensor  # [1, T'] int64
+    labels: Tensor  # [1, T'] int64, the next token of the same trajectory, 0 at its end
+    position_ids: Tensor  # [1, T'] int64
     cu_seqlens: Tensor  # [s + 1] int32, s = trajectories plus one padding sequence where there is one
     max_seqlen: int
     response_mask: Tensor  # [T] bool: the label is a token that the policy sampled
     behavior_logprobs: Tensor  # [T] fp32 of the label, 0 elsewhere
     indices: tuple[int, ...]  # of its trajectories in the minibatch
+    starts: tuple[int, ...]  # first row of each of them
+    context_rows: Tensor | None = None  # [cp_size, T'] int64, None without context parallelism
     reference_logprobs: Tensor | None = None  # [T] fp32, set by a scoring pass
 
     @property
@@ -130,38 +179,48 @@ class MicroBatch:
         return len(self.indices)
 
     @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.response_mask.numel()
+
+    @property
     def trajectory_ends(self) -> Tensor:
         """[n + 1] int32 cu_seqlens of the real trajectories alone."""
         return self.cu_seqlens[: self.num_trajectories + 1]
 
 
-def padded_rows(real: int, multiple: int) -> int:
-    """Rows of a micro-batch that holds `real` tokens: a multiple of `multiple`, and a few where there are no tokens."""
-    return real + -real % multiple if real else multiple * max(1, 2 // multiple)
-
-
 def build_micro_batch(
-    trajectories: Sequence[Trajectory], indices: tuple[int, ...], *, multiple: int, device: torch.device
+    trajectories: Sequence[Trajectory],
+    indices: tuple[int, ...],
+    *,
+    alignment: RowAlignment,
+    device: torch.device,
+    rows: int | None = None,
 ) -> MicroBatch:
-    """Tensors of one micro-batch; padding to a multiple of `multiple` is one more sequence of its own.
+    """Tensors of one micro-batch.
+
+    A sequence's own padding stands behind its tokens, where causal attention never looks; what is left to the
+    micro-batch's multiple is one more sequence of its own.
 
     Args:
         trajectories: the whole minibatch.
         indices: those that this micro-batch holds; none makes a filler that trains nothing.
-        multiple: T is a multiple of it (tensor-parallel ranks under sequence parallelism).
+        alignment: what the layout asks of the rows.
+        device: of the tensors.
+        rows: T; default: as few as the alignment allows.
     """
     chosen = [trajectories[i] for i in indices]
     lengths = [t.num_tokens for t in chosen]
-    real = sum(lengths)
-    total = padded_rows(real, multiple)
-    padding = total - real
-    spans = lengths + ([padding] if padding else [])
+    spans = [alignment.sequence_rows(length) for length in lengths]
+    total = alignment.rows(lengths) if rows is None else rows
+    if padding := total - sum(spans):
+        spans.append(padding)
+    ends = np.concatenate([[0], np.cumsum(spans)])
     tokens = np.zeros(total, np.int64)
     labels = np.zeros(total, np.int64)
     mask = np.zeros(total, bool)
     logprobs = np.zeros(total, np.float32)
-    start = 0
-    for trajectory, length in zip(chosen, lengths):
+    for trajectory, length, start in zip(chosen, lengths, ends.tolist()):
         ids = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
         tokens[start : start + length] = ids
         labels[start : start + length - 1] = ids[1:]
@@ -169,16 +228,21 @@ def build_micro_batch(
         last = first + len(trajectory.response_ids)
         mask[first:last] = trajectory.response_mask
         logprobs[first:last] = trajectory.behavior_logprobs
-        start += length
-    positions = np.concatenate([np.arange(span) for span in spans])
-    cu_seqlens = np.concatenate([[0], np.cumsum(spans)]).astype(np.int32)
+    model_inputs = np.stack([tokens, labels, np.concatenate([np.arange(span) for span in spans])])
+    context_rows = None
+    if alignment.cp_size > 1:
+        context_rows = alignment.context_rows(ends.tolist())
+        model_inputs = model_inputs[:, context_rows[alignment.cp_rank]]
+    own = torch.from_numpy(model_inputs).to(device)
     return MicroBatch(
-        tokens=torch.from_numpy(tokens)[None].to(device),
-        labels=torch.from_numpy(labels)[None].to(device),
-        position_ids=torch.from_numpy(positions)[None].to(device),
-        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        tokens=own[0:1],
+        labels=own[1:2],
+        position_ids=own[2:3],
+        cu_seqlens=torch.from_numpy(ends.astype(np.int32)).to(device),
         max_seqlen=max(spans),
         response_mask=torch.from_numpy(mask).to(device),
         behavior_logprobs=torch.from_numpy(logprobs).to(device),
         indices=indices,
+        starts=tuple(ends[: len(indices)].tolist()),
+        context_rows=None if context_rows is None else torch.from_numpy(context_rows).to(device),
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_vcpo.config import ConfigError, VCPOConfig
+from megatron_vcpo.mcore.context_parallel import gather_context_rows
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.minibatch import Minibatch, PackingSettings, build_minibatch, needs_scoring_pass
 from megatron_vcpo.mcore.packing import MicroBatch
@@ -59,7 +60,7 @@ class StepSettings:
     temperature: float  # of the rollouts
     max_response_length: int
     packing: PackingSettings
-    sequence_length: int  # passed to Megatron's schedule; with variable lengths only a label
+    sequence_length: int  # passed to Megatron's schedule where lengths vary: there it is only a label
     fp16: bool = False  # Megatron's scaler then judges non-finite gradients
 
 
@@ -91,7 +92,7 @@ class PolicyStep:
         """Args:
         config: the objective.
         settings: layout and sampling facts.
-        groups: Megatron-Core's ProcessGroupCollection with tp, pp, dp and dp_cp.
+        groups: Megatron-Core's ProcessGroupCollection with tp, pp, cp, dp and dp_cp.
         scheduler: takes rho once a step.
         device: of the micro-batches.
         """
@@ -152,6 +153,14 @@ class PolicyStep:
         """Micro-batches of this step, the same on every rank."""
         return self._current().plan.num_micro_batches
 
+    @property
+    def sequence_length(self) -> int:
+        """What Megatron's schedule is given as seq_length and decoder_seq_length: the rows of a micro-batch where all
+        have the same number, and any length otherwise (it then exchanges shapes with every tensor)."""
+        if self.settings.packing.alignment.equal_rows:
+            return self._current().micro_batches[0].num_rows
+        return self.settings.sequence_length
+
     def data_iterator(self) -> Iterator[MicroBatch]:
         """A fresh iterator over this rank's micro-batches (one for each model chunk under interleaving)."""
         return iter(list(self._current().micro_batches))
@@ -182,9 +191,9 @@ class PolicyStep:
                 data_iterator=chunks if len(chunks) > 1 else chunks[0],
                 model=model,
                 num_microbatches=self.num_micro_batches,
-                seq_length=self.settings.sequence_length,
+                seq_length=self.sequence_length,
                 micro_batch_size=1,
-                decoder_seq_length=self.settings.sequence_length,
+                decoder_seq_length=self.sequence_length,
                 forward_only=True,
                 collect_non_loss_data=True,
             )
@@ -201,12 +210,9 @@ class PolicyStep:
         found: dict[int, Float32Array] = {}
         for micro, stats in zip(self.minibatch.micro_batches, self.score(model, forward_backward)):
             values = stats["logprobs"].float().cpu().numpy()
-            start = 0
-            for index in micro.indices:
-                trajectory = trajectories[index]
-                first = start + len(trajectory.prompt_ids) - 1
-                found[index] = values[first : first + len(trajectory.response_ids)]
-                start += trajectory.num_tokens
+            for index, start in zip(micro.indices, micro.starts):
+                first = start + len(trajectories[index].prompt_ids) - 1
+                found[index] = values[first : first + len(trajectories[index].response_ids)]
         self.minibatch = None
         return found
 
@@ -297,6 +303,9 @@ class PolicyStep:
         return output, partial(self._loss, micro)
 
     def _loss(self, micro: MicroBatch, output: dict[str, Tensor], non_loss_data: bool = False) -> Any:
+        if micro.context_rows is not None:
+            # From here on every context-parallel rank computes the whole loss; its gradient reaches its own rows.
+            output = gather_context_rows(output, micro.context_rows, self.groups.cp)
         if non_loss_data:
             return {name: value.detach().clone() for name, value in output.items()}
         batch = self._current()
@@ -379,6 +388,7 @@ class PolicyStep:
         from_last_stage(rows, self.groups.pp)
         # Replicated arithmetic may differ in the last bit between tensor-parallel ranks (atomic adds on a GPU).
         from_first_rank(rows, self.groups.tp)
+        from_first_rank(rows, self.groups.cp)
         sums = rows[:, 4:].sum(0).tolist()
         metrics = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1] > 0.0}
         return rows[:, :4], metrics
@@ -423,6 +433,7 @@ class PolicyStep:
             "n_trajectories": float(batch.num_trajectories),
             "n_micro_batches": float(batch.plan.num_micro_batches),
             "packing_efficiency": batch.num_real_tokens / max(1, batch.num_rows),
+            "packing_balance": sum(batch.rank_rows) / (len(batch.rank_rows) * max(1, *batch.rank_rows)),
         }
         self.minibatch = None
         return result

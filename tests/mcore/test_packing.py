@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vcpo.mcore.packing import PackingError, build_micro_batch, plan_micro_batches
+from megatron_vcpo.mcore.packing import PackingError, RowAlignment, build_micro_batch, plan_micro_batches
 from megatron_vcpo.rollout.trajectory import Trajectory
+
+CPU = torch.device("cpu")
 
 
 def make_trajectory(prompt, response, *, group=0, index=0, mask=None):
@@ -75,7 +77,7 @@ def test_packing_wastes_little_and_balances_ranks_on_realistic_lengths():
 def test_labels_masks_and_logprobs_line_up_by_hand():
     first = make_trajectory([10, 11], [12, 13, 14], mask=[True, False, True])
     second = make_trajectory([20], [21])
-    micro = build_micro_batch([first, second], (0, 1), multiple=4, device=torch.device("cpu"))
+    micro = build_micro_batch([first, second], (0, 1), alignment=RowAlignment(token_multiple=4), device=CPU)
     assert micro.tokens.tolist() == [[10, 11, 12, 13, 14, 20, 21, 0]]
     assert micro.labels.tolist() == [[11, 12, 13, 14, 0, 21, 0, 0]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0]]
@@ -86,15 +88,61 @@ def test_labels_masks_and_logprobs_line_up_by_hand():
 
 
 def test_an_empty_response_is_packed_with_nothing_to_learn():
-    micro = build_micro_batch([make_trajectory([1, 2], [])], (0,), multiple=1, device=torch.device("cpu"))
+    micro = build_micro_batch([make_trajectory([1, 2], [])], (0,), alignment=RowAlignment(), device=CPU)
     assert micro.tokens.tolist() == [[1, 2]]
     assert not micro.response_mask.any()
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 4])
 def test_a_filler_holds_no_trajectory_and_divides_evenly(multiple):
-    filler = build_micro_batch([], (), multiple=multiple, device=torch.device("cpu"))
+    filler = build_micro_batch([], (), alignment=RowAlignment(token_multiple=multiple), device=CPU)
     assert filler.num_trajectories == 0
     assert filler.tokens.size(1) % multiple == 0
     assert filler.tokens.size(1) >= 1
     assert filler.trajectory_ends.tolist() == [0]
+
+
+def test_context_parallel_ranks_hold_the_front_and_the_end_of_every_sequence_by_hand():
+    first = make_trajectory([10, 11, 12], [13, 14, 15])  # 6 tokens take 8 rows
+    second = make_trajectory([20], [21, 22, 23])
+    shards = [
+        build_micro_batch([first, second], (0, 1), alignment=RowAlignment(cp_rank=r, cp_size=2), device=CPU)
+        for r in range(2)
+    ]
+    assert shards[0].tokens.tolist() == [[10, 11, 0, 0, 20, 23]]
+    assert shards[1].tokens.tolist() == [[12, 13, 14, 15, 21, 22]]
+    assert shards[0].labels.tolist() == [[11, 12, 0, 0, 21, 0]]
+    assert shards[1].position_ids.tolist() == [[2, 3, 4, 5, 1, 2]]
+    for shard in shards:
+        assert shard.context_rows.tolist() == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+        assert shard.cu_seqlens.tolist() == [0, 8, 12]
+        assert shard.starts == (0, 8)
+        assert shard.max_seqlen == 8
+        assert shard.response_mask.nonzero().flatten().tolist() == [2, 3, 4, 8, 9, 10]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), max_size=8),
+    cp_size=st.integers(1, 4),
+    token_multiple=st.sampled_from([1, 2, 3, 4]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_rows_of_a_micro_batch_divide_over_context_and_sequence_parallel_ranks(lengths, cp_size, token_multiple):
+    trajectories = [make_trajectory([1], [2] * (length - 1)) for length in lengths]
+    indices = tuple(range(len(lengths)))
+    seen = []
+    for rank in range(cp_size):
+        alignment = RowAlignment(cp_rank=rank, cp_size=cp_size, token_multiple=token_multiple)
+        micro = build_micro_batch(trajectories, indices, alignment=alignment, device=CPU)
+        assert micro.tokens.size(1) * cp_size == micro.num_rows == alignment.rows(lengths)
+        assert micro.tokens.size(1) % token_multiple == 0
+        assert micro.cu_seqlens[-1] == micro.num_rows
+        assert micro.num_rows - sum(lengths) <= 2 * cp_size * (len(lengths) + token_multiple * cp_size)
+        seen += list(range(micro.num_rows)) if cp_size == 1 else micro.context_rows[rank].tolist()
+    assert sorted(seen) == list(range(micro.num_rows))
+
+
+def test_rows_can_be_padded_to_what_other_micro_batches_need():
+    micro = build_micro_batch([make_trajectory([1], [2])], (0,), alignment=RowAlignment(), rows=5, device=CPU)
+    assert micro.tokens.tolist() == [[1, 2, 0, 0, 0]]
+    assert micro.cu_seqlens.tolist() == [0, 2, 5]
