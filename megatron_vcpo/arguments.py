@@ -32,6 +32,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "moe_token_dispatcher_type": "alltoall",  # the only one that takes variable lengths
     "position_embedding_type": "rope",
+    "hysteresis": 1,  # FP16: the trajectories of an overflow are tried again, which needs a lower loss scale at once
 }
 
 # What runs on a CPU over gloo.

@@ -119,6 +119,10 @@ class VCPOConfig:
     logit_chunk: int = 0
     """Tokens whose logits exist at one time (recomputed in backward); 0 keeps the logits of the micro-batch."""
 
+    overflow_retries: int = 1
+    """Times that the trajectories of a step which FP16 overflow skipped are trained on again, as the next step. 0
+    consumes them. With a constant --loss-scale the next step mostly overflows too."""
+
     load_hf: str | None = None
     """Folder of a Hugging Face checkpoint (config.json, *.safetensors) to start from; a --load checkpoint wins."""
 
@@ -133,7 +137,13 @@ class VCPOConfig:
         _require_numbers(
             self,
             "vcpo",
-            {"ess_reference_steps": 1, "tokens_per_micro_batch": 1, "logit_chunk": 0, "dry_run_processes": 1},
+            {
+                "ess_reference_steps": 1,
+                "tokens_per_micro_batch": 1,
+                "logit_chunk": 0,
+                "overflow_retries": 0,
+                "dry_run_processes": 1,
+            },
         )
         if self.ess_reference != "auto":
             try:

@@ -32,6 +32,7 @@ class StepBatch:
 
     trajectories: Sequence[Trajectory]
     lags: Sequence[int] = field(default_factory=list)  # age of each trajectory's oldest token, in optimizer steps
+    retries: int = 0  # how often these trajectories were trained on before, without success
 
     @property
     def lag_max(self) -> float:
@@ -78,14 +79,21 @@ class BaseFlow:
         raise NotImplementedError
 
     def after_step(self, metrics: dict[str, float], *, batch: StepBatch, success: bool, model: list[Any]) -> None:
-        """Take a step's metrics: count, log, and move the version."""
+        """Take a step's metrics: count, log, and move the version, or keep the trajectories of an overflow."""
         if success:
             self.version += 1
         else:
             self.count("skipped_steps", 1)
+            if metrics.get("overflow") and batch.retries < self.config.vcpo.overflow_retries:
+                self.put_back(batch)
+                self.count("retried_steps", 1)
         for name in _COUNTED:
             self.count(name, round(metrics.get(name, 0.0) * len(batch.trajectories)))
         self.log(self._record(metrics, batch))
+
+    def put_back(self, batch: StepBatch) -> None:
+        """Make the trajectories of a step those of the next one too; a saved state keeps them."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release what start() took; safe to call twice."""

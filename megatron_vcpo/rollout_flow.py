@@ -167,7 +167,11 @@ class RolloutFlow(BaseFlow):
             self._rollout_phase(model, step, forward_backward)
         taken = self.buffer.take(self.version)
         self.count("refused_stale", taken.refused_stale)
-        return StepBatch(trajectories=taken.trajectories, lags=taken.lags)
+        return StepBatch(trajectories=taken.trajectories, lags=taken.lags, retries=taken.retries)
+
+    def put_back(self, batch: StepBatch) -> None:
+        """To the head of the buffer: no version has passed, so nothing has aged."""
+        self.buffer.put_back(batch.trajectories, retries=batch.retries + 1)
 
     def _rollout_phase(self, model: list[Any], step: PolicyStep, forward_backward: Any) -> None:
         assert self._engine is not None

@@ -38,13 +38,20 @@ class SupervisedFlow(BaseFlow):
     def __init__(self, args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> None:
         super().__init__(args, config, inputs)
         self._next = 0
+        self._retries = 0  # of the answers that come next
         self._count = config.rollout.prompts_per_step * config.rollout.responses_per_prompt
 
     def next_minibatch(self, *, model: list[Any], step: PolicyStep, forward_backward: Any) -> StepBatch:
         """The next answers, the same on every rank."""
         trajectories = [self._example(self._next + i) for i in range(self._count)]
         self._next += self._count
-        return StepBatch(trajectories=trajectories)
+        retries, self._retries = self._retries, 0
+        return StepBatch(trajectories=trajectories, retries=retries)
+
+    def put_back(self, batch: StepBatch) -> None:
+        """Let the cursor stand where it stood."""
+        self._next -= self._count
+        self._retries = batch.retries + 1
 
     def _example(self, index: int) -> Trajectory:
         tokenizer = self.inputs.tokenizer
@@ -75,12 +82,13 @@ class SupervisedFlow(BaseFlow):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the answers stand."""
-        return {**super().state_dict(), "next": self._next}
+        return {**super().state_dict(), "next": self._next, "retries": self._retries}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         super().load_state_dict(state)
         self._next = int(state["next"])
+        self._retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
 
 
 def adjust(config: PluginConfig) -> None:

@@ -23,7 +23,7 @@ TARGET = ROOT / "docs" / "flags.md"
 TOPICS: dict[str, tuple[str, ...]] = {
     "Loss and importance correction": (
         *("vcpo_correction", "vcpo_correction_lower", "vcpo_correction_upper", "vcpo_veto_ratio", "vcpo_aggregation"),
-        "vcpo_loss",
+        *("vcpo_loss", "vcpo_overflow_retries"),
     ),
     "Learning rate by effective sample size": (
         *("vcpo_ess_scaling", "vcpo_ess_reference", "vcpo_ess_reference_steps", "vcpo_ess_floor", "vcpo_ess_weights"),

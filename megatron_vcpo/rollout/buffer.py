@@ -20,6 +20,7 @@ class Taken:
     trajectories: tuple[Trajectory, ...]
     lags: tuple[int, ...]  # age of each trajectory's oldest token, in optimizer steps
     refused_stale: int  # trajectories that were older than allowed and are gone
+    retries: int = 0  # how often it was put back
 
 
 class TrajectoryBuffer:
@@ -29,6 +30,7 @@ class TrajectoryBuffer:
         """Args: max_lag: largest age of a token, in optimizer steps."""
         self.max_lag = max_lag
         self._minibatches: deque[tuple[Trajectory, ...]] = deque()
+        self._retries = 0  # of the first minibatch; the others have not been taken yet
 
     def __len__(self) -> int:
         return len(self._minibatches)
@@ -57,19 +59,32 @@ class TrajectoryBuffer:
         Raises:
             IndexError: the buffer is empty.
         """
-        minibatch = self._minibatches.popleft()
+        minibatch, retries = self._minibatches.popleft(), self._retries
+        self._retries = 0
         lags = [max(0, version - t.oldest_version) for t in minibatch]
         kept = [(t, lag) for t, lag in zip(minibatch, lags) if lag <= self.max_lag]
         return Taken(
             trajectories=tuple(t for t, _ in kept),
             lags=tuple(lag for _, lag in kept),
             refused_stale=len(minibatch) - len(kept),
+            retries=retries,
         )
+
+    def put_back(self, trajectories: Sequence[Trajectory], *, retries: int) -> None:
+        """Make a minibatch that was just taken the next one again.
+
+        Args:
+            trajectories: those that were taken.
+            retries: how often it has been put back, this time included.
+        """
+        self._minibatches.appendleft(tuple(trajectories))
+        self._retries = retries
 
     def state_dict(self) -> dict[str, Any]:
         """Everything waiting, as flat arrays."""
         return {
             "sizes": np.array([len(m) for m in self._minibatches], dtype=np.int64),
+            "retries": self._retries,
             "columns": pack_trajectories([t for m in self._minibatches for t in m]),
         }
 
@@ -77,6 +92,7 @@ class TrajectoryBuffer:
         """Replace the contents by a saved state."""
         trajectories = iter(unpack_trajectories(state["columns"]))
         self._minibatches = deque(tuple(next(trajectories) for _ in range(int(size))) for size in state["sizes"])
+        self._retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
 
 
 def defect(trajectory: Trajectory) -> str:

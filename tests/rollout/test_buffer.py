@@ -107,3 +107,19 @@ def test_nothing_is_lost_uncounted_and_nothing_too_old_gets_through(minibatches,
     kept = [t for minibatch in taken for t in minibatch.trajectories]
     assert len(kept) + refused + sum(m.refused_stale for m in taken) == sum(map(len, minibatches))
     assert all(version - int(t.versions.min()) <= max_lag for t in kept if len(t.versions))
+
+
+def test_what_was_put_back_comes_next_and_is_as_old_as_before_also_after_a_resume():
+    buffer, restored = TrajectoryBuffer(max_lag=2), TrajectoryBuffer(max_lag=2)
+    buffer.add([[trajectory(group_id=0, versions=versions(1, 1, 1))], [trajectory(group_id=1)]])
+    first = buffer.take(version=3)
+    assert (first.retries, first.lags) == (0, (2,))
+    buffer.put_back(first.trajectories, retries=1)
+    restored.load_state_dict(as_arrays(as_tensors(buffer.state_dict())))
+    for same in (buffer, restored):
+        assert len(same) == 2
+        again = same.take(version=3)
+        assert (again.retries, again.lags, again.refused_stale) == (1, (2,), 0)
+        assert_same(first.trajectories[0], again.trajectories[0])
+        following = same.take(version=0)
+        assert (following.retries, [t.group_id for t in following.trajectories]) == (0, [1])
