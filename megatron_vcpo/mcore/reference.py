@@ -41,12 +41,13 @@ class ReferencePolicy:
     @contextlib.contextmanager
     def in_place_of(self, model_chunks: Sequence[nn.Module]) -> Iterator[None]:
         """Run the body with the reference's weights in the model, then put the current ones back, bit for bit."""
-        current = ReferencePolicy(model_chunks).weights
-        try:
-            self._write(model_chunks, self.weights)
-            yield
-        finally:
-            self._write(model_chunks, current)
+        with _without_parameter_gather(model_chunks):
+            current = ReferencePolicy(model_chunks).weights
+            try:
+                self._write(model_chunks, self.weights)
+                yield
+            finally:
+                self._write(model_chunks, current)
 
     @staticmethod
     def _write(model_chunks: Sequence[nn.Module], weights: list[dict[str, Tensor]]) -> None:
@@ -54,3 +55,17 @@ class ReferencePolicy:
             for chunk, values in zip(model_chunks, weights):
                 for name, parameter in chunk.named_parameters():
                     parameter.copy_(values[name])
+
+
+@contextlib.contextmanager
+def _without_parameter_gather(model_chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Finish --overlap-param-gather's pending all-gather and hold its hooks off: the next forward pass would overwrite
+    whatever weights were put into the model."""
+    hooked = [chunk for chunk in model_chunks if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()

@@ -48,7 +48,7 @@ SINGLE = (
     (Layout(recompute=True, logit_chunk=7), DENSE + MOE),
 )
 TWO = (
-    (Layout(tp=2), DENSE + MOE),
+    (Layout(tp=2), DENSE),  # Megatron wants sequence parallelism beside experts
     (Layout(tp=2, sp=True, logit_chunk=10), DENSE + MOE),
     (Layout(pp=2), DENSE + MOE),
     (Layout(pp=2, vpp=2), DENSE + MOE),

@@ -96,7 +96,7 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All parameters of the whole model, on every rank, by their Hugging Face names."""
-        if self.layout.overlap:
+        if self.layout.overlap and self.layout.distopt:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
         return {name: tensor.clone() for name, tensor in self.gatherer.stream()}

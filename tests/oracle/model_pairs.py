@@ -7,11 +7,117 @@ from typing import Any
 
 import torch
 
-from patches import megatron_cpu
+from patches import megatron_cpu, mla_direct_query
+from patches.cpu_packed_attention import PackedCoreAttention
 
 HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN, MOE_FFN, EXPERTS = 32, 2, 4, 2, 8, 48, 24, 4
 VOCAB = 101  # odd: Megatron pads it
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+# Of each kind of DeepSeek: V2 projects queries directly and has no YaRN, as V2-Lite; V3 as published, but small.
+LATENT = {"kv_lora_rank": 12, "v_head_dim": 6}  # both sides call these by one name
+NOPE, ROPE, Q_LORA, V3_EXPERTS = 8, 4, 16, 8
+YARN = {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.3}
+
+
+_CLASS_PREFIX = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+}
+
+
+def _hf_expert_sizes(name: str) -> dict[str, Any]:
+    if name == "qwen3_moe":
+        return {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": MOE_FFN,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0],
+        }
+    if name == "mixtral":
+        return {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": MOE_FFN}
+    if not name.startswith("deepseek"):
+        return {}
+    sizes = LATENT | {
+        "num_key_value_heads": HEADS,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "rms_norm_eps": 1e-6,  # transformers fixes that of the latents' norms
+        "moe_intermediate_size": MOE_FFN,
+        "first_k_dense_replace": 1,
+        "num_experts_per_tok": 2,
+    }
+    if name == "deepseek_v2":
+        return sizes | {
+            "q_lora_rank": None,
+            "n_routed_experts": EXPERTS,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 3.0,
+        }
+    return sizes | {
+        "q_lora_rank": Q_LORA,
+        "n_routed_experts": V3_EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 16384,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "original_max_position_embeddings": 4096} | YARN,
+    }
+
+
+def _megatron_expert_sizes(name: str) -> dict[str, Any]:
+    if name not in ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"):
+        return {}
+    sizes: dict[str, Any] = {
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": MOE_FFN,
+        "moe_layer_freq": 1 if name == "mixtral" else [0, 1],
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if not name.startswith("deepseek"):
+        return sizes
+    sizes |= LATENT | {
+        "num_query_groups": None,
+        "kv_channels": None,
+        "layernorm_epsilon": 1e-6,
+        "q_lora_rank": None,
+        "qk_head_dim": NOPE,
+        "qk_pos_emb_head_dim": ROPE,
+        "rotary_base": 5000,
+        "rope_type": "rope",
+        "moe_shared_expert_intermediate_size": 2 * MOE_FFN,
+        "moe_router_topk_scaling_factor": 3.0,
+        "moe_router_pre_softmax": True,
+    }
+    if name == "deepseek_v2":
+        return sizes
+    return sizes | {
+        "q_lora_rank": Q_LORA,
+        "num_moe_experts": V3_EXPERTS,
+        "moe_router_topk": 4,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": MOE_FFN,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": YARN["factor"],
+        "mscale": YARN["mscale"],
+        "mscale_all_dim": YARN["mscale_all_dim"],
+    }
 
 
 def save_hf_model(folder: Path, name: str, *, tied: bool, seed: int = 0, **changes: Any) -> Any:
@@ -31,18 +137,10 @@ def save_hf_model(folder: Path, name: str, *, tied: bool, seed: int = 0, **chang
         "rms_norm_eps": 1e-5,
         "rope_theta": 5000.0,
     }
-    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[name]
-    if name != "qwen2":
+    prefix = _CLASS_PREFIX[name]
+    if name in ("llama", "qwen3", "qwen3_moe", "mixtral"):
         sizes["head_dim"] = HEAD_DIM
-    if name == "qwen3_moe":
-        sizes |= {
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": MOE_FFN,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [0],
-        }
+    sizes |= _hf_expert_sizes(name)
     torch.manual_seed(seed)
     config = getattr(transformers, f"{prefix}Config")(**(sizes | changes))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
@@ -50,6 +148,9 @@ def save_hf_model(folder: Path, name: str, *, tied: bool, seed: int = 0, **chang
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start at one and biases at zero: a wrong one would not show
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model
 
@@ -57,7 +158,7 @@ def save_hf_model(folder: Path, name: str, *, tied: bool, seed: int = 0, **chang
 def transformer_config(name: str, **changes: Any) -> Any:
     """Megatron's TransformerConfig of the same sizes, local layer spec, on the CPU."""
     megatron_cpu.install()
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     megatron_cpu.patch_megatron()
     fields: dict[str, Any] = {
@@ -73,7 +174,8 @@ def transformer_config(name: str, **changes: Any) -> Any:
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": name == "qwen2",
-        "qk_layernorm": name in ("qwen3", "qwen3_moe"),
+        "qk_layernorm": name not in ("llama", "qwen2", "mixtral"),
+        "transformer_impl": "local",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "use_cpu_initialization": True,
@@ -84,16 +186,8 @@ def transformer_config(name: str, **changes: Any) -> Any:
         "apply_rope_fusion": False,
         "bias_activation_fusion": False,
     }
-    if name == "qwen3_moe":
-        fields |= {
-            "num_moe_experts": EXPERTS,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": MOE_FFN,
-            "moe_layer_freq": [0, 1],
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-        }
-    return TransformerConfig(**(fields | changes))
+    config_class = MLATransformerConfig if name.startswith("deepseek") else TransformerConfig
+    return config_class(**(fields | _megatron_expert_sizes(name) | changes))
 
 
 def gpt_models(config: Any, *, tied: bool, padded_vocab: int = 128, rope: dict[str, Any] | None = None) -> list[Any]:
@@ -102,13 +196,19 @@ def gpt_models(config: Any, *, tied: bool, padded_vocab: int = 128, rope: dict[s
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
+    mla_direct_query.apply()
     stages = config.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(stages) if stages else (None,):
         if config.num_moe_experts:
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+            spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
+            )
         else:
             spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        if config.multi_latent_attention:  # Megatron-Core's own attention takes no values narrower than keys
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
         ends = {"ignore_virtual": False, "vp_stage": stage}
         chunks.append(
             GPTModel(

@@ -1,0 +1,31 @@
+"""Launch a worker under torchrun and show a developer the trace of the rank that failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_SHOWN = 6000  # characters
+
+
+def torchrun(worker: Path, *arguments: str, processes: int, passed: str, timeout: float = 500.0) -> str:
+    """Run the worker on gloo and return its output; the test fails unless the output holds the line `passed`."""
+    launcher = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+    done = subprocess.run(
+        [sys.executable, *launcher, str(worker), *arguments],
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    if done.returncode or passed not in done.stdout:
+        traces = "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))
+        pytest.fail(f"{done.stdout[-2000:]}\n{traces[-_SHOWN:] or done.stderr[-_SHOWN:]}", pytrace=False)
+    return done.stdout
