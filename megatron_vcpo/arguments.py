@@ -123,6 +123,8 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
             f"--rollout-engine-tensor-parallel-size {engine} must divide --num-attention-heads "
             f"{args.num_attention_heads}."
         )
+    if config.vcpo.phase_deadline is None:
+        config.vcpo.phase_deadline = 0.9 * 60.0 * args.distributed_timeout_minutes
     _resolve_lengths(args, config)
     _resolve_staleness(config)
     _resolve_files(args, config)

@@ -123,6 +123,10 @@ class VCPOConfig:
     """Times that the trajectories of a step which FP16 overflow skipped are trained on again, as the next step. 0
     consumes them. With a constant --loss-scale the next step mostly overflows too."""
 
+    phase_deadline: float | None = None
+    """Time that processes may wait for one another in one phase (rollouts, training, publication, ...); past it the run
+    ends and names who is missing. Seconds; 0 is off. Default: nine tenths of --distributed-timeout-minutes."""
+
     load_hf: str | None = None
     """Folder of a Hugging Face checkpoint (config.json, *.safetensors) to start from; a --load checkpoint wins."""
 
@@ -155,6 +159,10 @@ class VCPOConfig:
                 f"--vcpo-ess-reference must be a number in (0, 1] or 'auto', not {self.ess_reference!r}.",
             )
         _require(0.0 <= self.ess_floor <= 1.0, f"--vcpo-ess-floor must lie in [0, 1], not {self.ess_floor}.")
+        _require(
+            self.phase_deadline is None or self.phase_deadline >= 0.0,
+            "--vcpo-phase-deadline must not be negative; 0 is off.",
+        )
         _require(self.veto_ratio >= 0.0, "--vcpo-veto-ratio must not be negative.")
         _require(self.kl_coefficient >= 0.0, "--vcpo-kl-coefficient must not be negative.")
         _require(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_vcpo import phases
 from megatron_vcpo.api import guard_optimizer, packing_settings
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.flow import BaseFlow
@@ -26,6 +27,7 @@ from megatron_vcpo.model import model_description, padded_vocab_size
 from megatron_vcpo.optim import EssParamScheduler, EssSettings
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
+from megatron_vcpo.watchdog import Watchdog
 from patches import cpu_packed_attention
 
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
@@ -67,6 +69,7 @@ class MegatronPlugin:
         self._flow_factory = flow
         self._saved_state: dict[str, Any] | None = None
         self._train_step: Callable[..., Any] | None = None
+        self._watchdog: Watchdog | None = None
 
     # ------------------------------------------------------------------ seams
 
@@ -106,9 +109,11 @@ class MegatronPlugin:
         return self.step.forward_step(data_iterator, model)
 
     def _finalize(self, stock: Callable[..., None], model: list[Any], *args: Any, **kwargs: Any) -> None:
+        phases.enter("reduce gradients and statistics")
         stock(model, *args, **kwargs)
         assert self.step is not None
         self.step.finalize(model)
+        phases.enter("update parameters")
 
     def _load_hf(self, model_chunks: list[nn.Module]) -> list[nn.Module]:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -133,7 +138,9 @@ class MegatronPlugin:
             self._start(model, call["optimizer"], call["opt_param_scheduler"])
         assert self.step is not None
         assert self.flow is not None
+        phases.enter("take a minibatch", iteration=self.args.curr_iteration + 1)
         batch = self.flow.next_minibatch(model=model, step=self.step, forward_backward=schedule)
+        phases.enter("score")
         with self.flow.timer("train"):
             self.step.begin(batch.trajectories, model=model, forward_backward=schedule, lag=batch.lag_max)
             for feed in self.feeds:
@@ -147,6 +154,7 @@ class MegatronPlugin:
             }
             call["forward_backward_func"] = lambda **options: schedule(**{**options, **actual})
             success, grad_norm = False, None
+            phases.enter("forward and backward")
             try:
                 result = self._train_step(*bound.args, **bound.kwargs)
                 success, grad_norm = not result[1], result[5]
@@ -158,6 +166,7 @@ class MegatronPlugin:
         if self.step.skip_reason:
             self.flow.say(f"iteration {self.args.curr_iteration + 1} was skipped: {self.step.skip_reason}.")
         self.flow.after_step(metrics, batch=batch, success=success, model=model)
+        phases.enter("log and save")
         return result
 
     def _start(self, model: list[Any], optimizer: Any, scheduler: EssParamScheduler) -> None:
@@ -167,6 +176,7 @@ class MegatronPlugin:
             raise TypeError(
                 f"The scheduler is a {type(scheduler).__name__}, not an EssParamScheduler: install() came too late."
             )
+        self._watch()
         self.flow = self._flow_factory(self.args, self.config, self.inputs)
         if self._saved_state is not None:
             self.flow.load_state_dict(self._saved_state)
@@ -194,6 +204,20 @@ class MegatronPlugin:
             if self.args.save is not None and (self.args.iteration == 0 or self.args.save != self.args.load):
                 save_reference(self.step.reference, reference_path(self.args, self.args.save))
 
+    def _watch(self) -> None:
+        if self.config.vcpo.phase_deadline and self.args.world_size > 1:
+            self._watchdog = Watchdog(
+                torch.distributed.distributed_c10d._get_default_store(),
+                rank=self.args.rank,
+                world_size=self.args.world_size,
+                deadline=self.config.vcpo.phase_deadline,
+            )
+            self._watchdog.start()
+
+    def explain(self, error: BaseException) -> str | None:
+        """Where this process failed, and who was elsewhere; None where a run of one process says it all by itself."""
+        return None if self._watchdog is None else self._watchdog.explain(error)
+
     @property
     def token_budget(self) -> int:
         """Tokens of one micro-batch."""
@@ -206,7 +230,9 @@ class MegatronPlugin:
         return as_tensors(self.flow.state_dict()) if torch.distributed.get_rank(self.flow.groups.dp) == 0 else None
 
     def close(self) -> None:
-        """End the engine, the reward processes and the logs."""
+        """End the watch, the engine, the reward processes and the logs."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if self.flow is not None:
             self.flow.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_vcpo import phases
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.checkpoint.description import ModelFacts
 from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
@@ -213,6 +214,7 @@ class RolloutFlow(BaseFlow):
     def _publish(self, model: list[Any], version: int | None = None) -> None:
         from megatron.training import training
 
+        phases.enter("publish weights")
         if self.args.overlap_param_gather:
             # Replicas are stale after an optimizer step: the gather would only run before the next forward pass.
             training.force_param_sync(model, optimizer=self._optimizer)
@@ -222,6 +224,7 @@ class RolloutFlow(BaseFlow):
         environment = self.inputs.eval_environment
         assert self._engine is not None
         assert environment is not None
+        phases.enter("evaluate")
         with self.timer("eval"):
             result = evaluate(
                 engine=self._engine,
@@ -249,6 +252,7 @@ class RolloutFlow(BaseFlow):
         probe = [t for m in minibatches for t in m if len(t.response_ids)][:_VERIFIED_TRAJECTORIES]
         if not probe:
             return
+        phases.enter("verify the engine")
         ours = step.logprobs_of(probe, model=model, forward_backward=forward_backward)
         failure: SyncError | None = None
         if ours:

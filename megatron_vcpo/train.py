@@ -120,6 +120,9 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
             sys.exit(130)
         sentence = None if isinstance(error, SystemExit) else failure_sentence(error, args.save)
         if sentence is None:
+            where = None if isinstance(error, SystemExit) else plugin.explain(error)
+            if where is not None:
+                print(f"megatron_vcpo: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             raise
         print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -51,6 +51,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Start, cost and checks": (
         *("vcpo_load_hf", "vcpo_tokens_per_micro_batch", "vcpo_logit_chunk", "vcpo_dry_run", "vcpo_dry_run_processes"),
+        "vcpo_phase_deadline",
     ),
     "Output": ("rollout_run_dir", "rollout_save_trajectories", "rollout_quiet"),
 }

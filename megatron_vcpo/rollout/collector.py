@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_vcpo import phases
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments.protocol import Prompt
@@ -77,6 +78,7 @@ class RolloutCollector:
     def collect(self, steps: int) -> Phase:
         """One phase that feeds `steps` optimizer steps; collective over all ranks."""
         started = time.perf_counter()
+        phases.enter("generate and judge", alone=True)
         prompts = self.sampler.draw(self.config.prompts_per_step * steps)
         local: list[Trajectory] = []
         kinds = torch.zeros(len(KINDS), dtype=torch.int64)
@@ -86,6 +88,7 @@ class RolloutCollector:
             local, kinds, seconds = self._local(self.place.share(prompts), started)
         except Exception as error:  # noqa: BLE001 - raised on all ranks together: the others wait in the exchange
             failure = error
+        phases.enter("exchange trajectories")
         raise_together(failure)
         trajectories = exchange_trajectories(local, device=self.device)
         kinds = kinds.to(self.device)
