@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -11,14 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.checkpoint.description import (
-    LLAMA3_ROPE,
-    ModelDescription,
-    ModelFacts,
-    describe_hf,
-    describe_megatron,
-)
+from megatron_vcpo.checkpoint.description import ModelDescription, ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.flags import FLAGS, NOT_COMPARED, megatron_flags
+from megatron_vcpo.checkpoint.records import LLAMA3_ROPE, YARN_ROPE
+from megatron_vcpo.sync.naming import Family
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,43 +30,10 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 
-# Field of ModelDescription -> the Megatron flags that set it, given the value wanted.
-_FLAGS: dict[str, Callable[[Any], list[str]]] = {
-    "family": lambda v: {"qwen2": ["--add-qkv-bias"], "qwen3": ["--qk-layernorm"], "qwen3_moe": ["--qk-layernorm"]}.get(
-        v.name, []
-    ),
-    "num_layers": lambda v: ["--num-layers", str(v)],
-    "hidden_size": lambda v: ["--hidden-size", str(v)],
-    "num_heads": lambda v: ["--num-attention-heads", str(v)],
-    "num_query_groups": lambda v: ["--group-query-attention", "--num-query-groups", str(v)],
-    "head_dim": lambda v: ["--kv-channels", str(v)],
-    "ffn_hidden_size": lambda v: ["--ffn-hidden-size", str(v)],
-    "vocab_size": lambda v: ["--vocab-size", str(v)],
-    "tied_embeddings": lambda v: [] if v else ["--untie-embeddings-and-output-weights"],
-    "norm_epsilon": lambda v: ["--norm-epsilon", str(v)],
-    "rotary_base": lambda v: ["--rotary-base", f"{v:.0f}"],
-    "rope_scaling_factor": lambda v: [] if v is None else ["--use-rope-scaling", "--rope-scaling-factor", str(v)],
-    "max_position_embeddings": lambda v: ["--max-position-embeddings", str(v)],
-    "num_experts": lambda v: ["--num-experts", str(v)] if v else [],
-    "experts_per_token": lambda v: ["--moe-router-topk", str(v)] if v else [],
-    "moe_ffn_hidden_size": lambda v: ["--moe-ffn-hidden-size", str(v)] if v else [],
-    "moe_layers": lambda v: [] if all(v) else ["--moe-layer-freq", f"[{','.join(str(int(m)) for m in v)}]"],
-    "renormalize_top_k": lambda v: [],  # by --moe-router-pre-softmax, for models with experts only
-}
-_ALWAYS = (
-    *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
-    *("--attention-dropout", "0.0", "--hidden-dropout", "0.0"),
-)
-# Longer or shorter contexts than the checkpoint's are the user's choice.
-_NOT_COMPARED = ("max_position_embeddings",)
-
 
 def hf_config_from_megatron(config: Any, facts: ModelFacts, *, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json (transformers 5) of a Megatron model; CheckpointError where no family fits."""
     model = describe_megatron(config, facts)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
-    if model.rope_scaling_factor is not None:
-        rope |= {"rope_type": "llama3", "factor": float(model.rope_scaling_factor)} | LLAMA3_ROPE
     fields: dict[str, Any] = {
         "architectures": [model.family.architecture],
         "model_type": model.family.name,
@@ -77,29 +42,84 @@ def hf_config_from_megatron(config: Any, facts: ModelFacts, *, dtype: torch.dtyp
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.head_dim,
         "intermediate_size": model.ffn_hidden_size,
         "hidden_act": "silu",
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tied_embeddings,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_parameters": rope,
+        "rope_parameters": _rope(model),
         "max_position_embeddings": model.max_position_embeddings,
         # transformers' defaults name tokens that another tokenizer does not have
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if model.num_experts:
-        fields |= {
-            "num_experts": model.num_experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "moe_intermediate_size": model.moe_ffn_hidden_size,
-            "norm_topk_prob": model.renormalize_top_k,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [layer for layer, sparse in enumerate(model.moe_layers) if not sparse],
-        }
-    return fields
+    if model.latent is None:
+        fields["head_dim"] = model.head_dim
+    return fields | _OWN_FIELDS.get(model.family.name, lambda _: {})(model)
+
+
+def _rope(model: ModelDescription) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
+    if model.rope_scaling_factor is not None:
+        rope |= {"rope_type": "llama3", "factor": float(model.rope_scaling_factor)} | LLAMA3_ROPE
+    if model.yarn is not None:
+        rope |= {"rope_type": "yarn", "factor": model.yarn.factor} | YARN_ROPE
+        if model.yarn.mscale_all_dim:
+            rope |= {"mscale": model.yarn.mscale, "mscale_all_dim": model.yarn.mscale_all_dim}
+    return rope
+
+
+def _qwen3_moe(model: ModelDescription) -> dict[str, Any]:
+    return {
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.moe_ffn_hidden_size,
+        "norm_topk_prob": model.renormalize_top_k,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, sparse in enumerate(model.moe_layers) if not sparse],
+    }
+
+
+def _mixtral(model: ModelDescription) -> dict[str, Any]:
+    return {
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "sliding_window": None,
+    }
+
+
+def _deepseek(model: ModelDescription) -> dict[str, Any]:
+    latent, groups = model.latent, model.expert_groups
+    assert latent is not None
+    v3 = model.family.name == "deepseek_v3"
+    return {
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.moe_ffn_hidden_size,
+        "n_shared_experts": model.shared_ffn_hidden_size // model.moe_ffn_hidden_size,
+        "first_k_dense_replace": model.moe_layers.index(True),
+        "moe_layer_freq": 1,
+        "norm_topk_prob": model.renormalize_top_k,
+        "scoring_func": "sigmoid" if v3 else "softmax",
+        "topk_method": "noaux_tc" if v3 else "group_limited_greedy" if groups else "greedy",
+        "n_group": groups.number if groups else 1,
+        "topk_group": groups.chosen if groups else 1,
+        "routed_scaling_factor": model.routed_scaling_factor,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_nope_head_dim": latent.qk_head_dim,
+        "qk_rope_head_dim": latent.qk_pos_emb_head_dim,
+        "v_head_dim": latent.v_head_dim,
+    } | ({"rope_interleave": True, "num_nextn_predict_layers": 0} if v3 else {})
+
+
+_OWN_FIELDS: dict[str, Callable[[ModelDescription], dict[str, Any]]] = {
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+}
 
 
 def write_engine_model_dir(
@@ -124,22 +144,29 @@ def write_engine_model_dir(
 
 
 def check_config_matches(hf_dir: str | Path, config: Any, facts: ModelFacts) -> ModelDescription:
-    """Raise CheckpointError where config.json and Megatron disagree: every field, and the flag that mends it."""
+    """The model, as config.json and Megatron agree on it.
+
+    Raises:
+        CheckpointError: they disagree; every field is listed, and the flag that mends it.
+    """
     wanted, actual = describe_hf(hf_dir), describe_megatron(config, facts)
     problems = []
-    for field in _FLAGS:
+    for field in FLAGS:
         want, have = getattr(wanted, field), getattr(actual, field)
-        if field in _NOT_COMPARED or want == have:
+        if field in NOT_COMPARED or want == have:
             continue
         if isinstance(want, float) and isinstance(have, int | float) and math.isclose(want, have, rel_tol=1e-6):
             continue
         problems.append(f"{field} is {_show(have)}, the checkpoint's {_show(want)} ({_mend(field, want, have)})")
     if problems:
         raise CheckpointError(f"Megatron's model is not the one in {hf_dir}: {'; '.join(problems)}.")
-    return wanted
+    # how ranks split the latents is the built model's matter
+    return dataclasses.replace(wanted, latent=actual.latent)
 
 
 def _show(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, Family):
+        return f"({', '.join(f'{f.name} {getattr(value, f.name)}' for f in dataclasses.fields(value) if f.compare)})"
     return str(getattr(value, "name", value))
 
 
@@ -147,7 +174,7 @@ def _mend(field: str, want: Any, have: Any) -> str:
     """The flags to give, or to take away."""
     if field == "renormalize_top_k":
         return "remove --moe-router-pre-softmax" if want else "--moe-router-pre-softmax"
-    flags, present = _FLAGS[field](want), _FLAGS[field](have)
+    flags, present = FLAGS[field](want), FLAGS[field](have)
     return " ".join(flags) if flags else f"remove {' '.join(f for f in present if f.startswith('--'))}"
 
 
@@ -158,12 +185,5 @@ def megatron_flags_for(hf_dir: str | Path, *, tensor_model_parallel_size: int = 
     the checkpoint's embedding has rows.
     """
     model = describe_hf(hf_dir)
-    flags = list(_ALWAYS)
-    for field, make in _FLAGS.items():
-        if field == "num_query_groups" and model.num_query_groups == model.num_heads:
-            continue
-        flags += make(getattr(model, field))
-    if model.num_experts and not model.renormalize_top_k:
-        flags.append("--moe-router-pre-softmax")
     multiple = 128 * tensor_model_parallel_size
-    return [*flags, "--padded-vocab-size", str(math.ceil(model.vocab_size / multiple) * multiple)]
+    return [*megatron_flags(model), "--padded-vocab-size", str(math.ceil(model.vocab_size / multiple) * multiple)]

@@ -90,7 +90,7 @@ def _check_tied(source: SafetensorsFolder) -> None:
 
 @torch.no_grad()
 def _fill(
-    local: dict[str, torch.nn.Parameter],
+    local: dict[str, torch.Tensor],
     specs: dict[str, ParameterSpec],
     shape: ModelShape,
     source: SafetensorsFolder,

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from megatron_vcpo.checkpoint.description import LLAMA3_ROPE, ModelDescription
 from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.records import LLAMA3_ROPE, YARN_ROPE, ModelDescription, Yarn
 from megatron_vcpo.sync.naming import unwrap
 
 
 def rotary_frequencies(model: ModelDescription) -> torch.Tensor:
-    """Angle per position of each pair of a head's dimensions, `[head_dim / 2]`, fp64, in radians.
+    """Angle per position of each pair of a head's rotated dimensions, `[dimensions / 2]`, fp64, in radians.
 
-    Source of the scaling: transformers, modeling_rope_utils, "llama3".
+    Source of the scalings: transformers, modeling_rope_utils, "llama3" and "yarn".
     """
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
+    size = model.latent.qk_pos_emb_head_dim if model.latent else model.head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     frequencies = model.rotary_base**-exponents
+    if model.yarn is not None:
+        keep = 1 - _yarn_ramp(model.rotary_base, size)
+        return frequencies * (keep + (1 - keep) / model.yarn.factor)
     if model.rope_scaling_factor is None:
         return frequencies
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
@@ -27,19 +32,64 @@ def rotary_frequencies(model: ModelDescription) -> torch.Tensor:
     return frequencies * (keep + (1 - keep) / model.rope_scaling_factor)
 
 
+def _yarn_ramp(base: float, size: int) -> torch.Tensor:
+    """0 where a pair of dimensions keeps its frequency, 1 where it is slowed down by the factor."""
+
+    def dimension(turns: float) -> float:
+        length = YARN_ROPE["original_max_position_embeddings"]
+        return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dimension(YARN_ROPE["beta_fast"])), 0)
+    high = min(math.ceil(dimension(YARN_ROPE["beta_slow"])), size - 1)
+    return ((torch.arange(size // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+
+
+def yarn_scales(yarn: Yarn | None) -> tuple[float, float]:
+    """(factor of cosine and sine, factor of the softmax scale)."""
+    if yarn is None or yarn.factor <= 1:
+        return 1.0, 1.0
+    scale, all_dim = (0.1 * m * math.log(yarn.factor) + 1.0 for m in (yarn.mscale, yarn.mscale_all_dim))
+    return scale / all_dim, all_dim**2
+
+
 def check_rotary(model_chunks: Sequence[torch.nn.Module], model: ModelDescription) -> None:
     """Raise CheckpointError where a built GPTModel rotates by other angles than `model` asks for.
 
     Short sequences would hardly show it. Megatron 0.19 parses --rope-scaling-factor but its own builder leaves the
     factor at 8: set `rope_scaling_factor` on the GPTModelConfig.
     """
-    expected = rotary_frequencies(model)
     for chunk in map(unwrap, model_chunks):
-        actual = chunk.rotary_pos_emb.inv_freq.double().cpu()
-        if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-4):
+        if model.latent is not None:
+            for layer in chunk.decoder.layers:
+                _check_latent(layer.self_attention, model)
+            continue
+        if not _same(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(model)):
             factor = "off" if model.rope_scaling_factor is None else model.rope_scaling_factor
             raise CheckpointError(
                 f"Megatron's model does not rotate by base {model.rotary_base:g} with scaling factor {factor} on "
                 f"{model.head_dim} dimensions; check --rotary-base, --use-rope-scaling, --rope-scaling-factor and "
                 "--kv-channels, and that the factor reaches GPTModelConfig.rope_scaling_factor."
             )
+
+
+def _check_latent(attention: Any, model: ModelDescription) -> None:
+    rope = attention.rotary_pos_emb
+    frequencies, scale = rope.inv_freq, 1.0
+    if model.yarn is not None:
+        # the buffer called inv_freq is unscaled there; the second position's angles are the frequencies
+        angles, scale = rope.get_emb(2)
+        frequencies = angles[1, 0, 0, : angles.size(-1) // 2]
+    expected, softmax = yarn_scales(model.yarn)
+    softmax /= math.sqrt(model.head_dim)
+    right = math.isclose(scale, expected, rel_tol=1e-6) and math.isclose(attention.softmax_scale, softmax, rel_tol=1e-6)
+    if not (right and _same(frequencies, rotary_frequencies(model))):
+        raise CheckpointError(
+            f"Megatron's latent attention does not rotate by base {model.rotary_base:g} and {model.yarn or 'no YaRN'} "
+            f"(cosine and sine times {scale:.6g}, not {expected:.6g}; softmax scale {attention.softmax_scale:.6g}, "
+            f"not {softmax:.6g}); check --rotary-base, --rope-type, --rotary-scaling-factor, --mscale, "
+            "--mscale-all-dim and --qk-pos-emb-head-dim."
+        )
+
+
+def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return actual.shape == expected.shape and torch.allclose(actual.double().cpu(), expected, rtol=1e-4, atol=0.0)

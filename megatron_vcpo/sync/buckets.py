@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from megatron_vcpo.sync.naming import Layout, ModelShape, ParameterSpec, shard_shape
 
@@ -18,10 +21,11 @@ class Bucket:
     expert_rank: int | None  # rank in the expert-parallel group that owns them; None for dense parameters
     tp_size: int  # ranks that a parameter is split over
     shard_numel: int  # elements that one of these ranks holds
+    dtype: torch.dtype | None = None  # the type these parameters keep; None: the stream's
 
     def nbytes(self, itemsize: int) -> int:
-        """Bytes of all shards together."""
-        return self.shard_numel * self.tp_size * itemsize
+        """Bytes of all shards together, in a stream whose elements have `itemsize` bytes."""
+        return self.shard_numel * self.tp_size * (self.dtype.itemsize if self.dtype else itemsize)
 
 
 def plan_buckets(
@@ -43,16 +47,20 @@ def plan_buckets(
         numel = math.prod(shard_shape(spec, shape, tp_size))
         experts_here = shape.num_experts // layout.ep_size
         owner = None if spec.expert is None else spec.expert // experts_here
-        fresh = Bucket((spec,), stage_of[spec.name], owner, tp_size, numel)
+        fresh = Bucket((spec,), stage_of[spec.name], owner, tp_size, numel, spec.dtype)
         last = buckets[-1] if buckets else None
         if (
             last is not None
-            and (last.stage, last.expert_rank, last.tp_size) == (fresh.stage, fresh.expert_rank, fresh.tp_size)
+            and _travels_with(last) == _travels_with(fresh)
             and last.nbytes(itemsize) + fresh.nbytes(itemsize) <= bucket_bytes
         ):
-            buckets[-1] = Bucket(
-                last.specs + fresh.specs, last.stage, last.expert_rank, tp_size, last.shard_numel + numel
+            buckets[-1] = dataclasses.replace(
+                last, specs=last.specs + fresh.specs, shard_numel=last.shard_numel + numel
             )
         else:
             buckets.append(fresh)
     return buckets
+
+
+def _travels_with(bucket: Bucket) -> tuple[int, int | None, int, torch.dtype | None]:
+    return bucket.stage, bucket.expert_rank, bucket.tp_size, bucket.dtype

@@ -36,7 +36,8 @@ class WeightGatherer:
         shape: sizes of the whole model.
         groups: object with process groups `tp`, `pp`, `ep` and `expt_tp` (Megatron's ProcessGroupCollection); None
             for a single process.
-        dtype: type of the tensors that come out; converted before they travel.
+        dtype: type of the tensors that come out, but for those that the table keeps in another; converted before they
+            travel.
         bucket_bytes: most bytes that travel together; a larger parameter travels alone.
 
     Raises:
@@ -74,7 +75,9 @@ class WeightGatherer:
     @property
     def nbytes(self) -> int:
         """Bytes of one stream."""
-        return sum(math.prod(size) for spec in self._specs for _, size in spec.hf) * self._dtype.itemsize
+        return sum(
+            math.prod(size) * (spec.dtype or self._dtype).itemsize for spec in self._specs for _, size in spec.hf
+        )
 
     @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,7 +91,7 @@ class WeightGatherer:
     def _export(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         if self._layout.is_single:
             for spec in bucket.specs:
-                shards = self._local[spec.name].detach().to(self._dtype).unsqueeze(0)
+                shards = self._local[spec.name].detach().to(bucket.dtype or self._dtype).unsqueeze(0)
                 yield from export_tensors(spec, self._shape, shards)
             return
         shards = self._gather(bucket)
@@ -101,13 +104,13 @@ class WeightGatherer:
 
     def _gather(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's shards from all tensor-parallel ranks, `[tp, shard_numel]`."""
-        layout, groups = self._layout, self._groups
+        layout, groups, dtype = self._layout, self._groups, bucket.dtype or self._dtype
         assert groups is not None
         on_stage = layout.pp_rank == bucket.stage
         if on_stage and bucket.expert_rank in (None, layout.ep_rank):
             flat = self._pack(bucket)
         else:
-            flat = torch.empty(bucket.shard_numel, dtype=self._dtype, device=self.device)
+            flat = torch.empty(bucket.shard_numel, dtype=dtype, device=self.device)
         # the shard travels first and is gathered last, where the links are fastest
         if on_stage and bucket.expert_rank is not None and layout.ep_size > 1:
             dist.broadcast(flat, group=groups.ep, group_src=bucket.expert_rank)
@@ -115,11 +118,12 @@ class WeightGatherer:
             dist.broadcast(flat, group=groups.pp, group_src=bucket.stage)
         if bucket.tp_size == 1:
             return flat.unsqueeze(0)
-        gathered = torch.empty(bucket.tp_size * bucket.shard_numel, dtype=self._dtype, device=self.device)
+        gathered = torch.empty(bucket.tp_size * bucket.shard_numel, dtype=dtype, device=self.device)
         dist.all_gather_into_tensor(gathered, flat, group=groups.tp if bucket.expert_rank is None else groups.expt_tp)
         return gathered.view(bucket.tp_size, bucket.shard_numel)
 
     def _pack(self, bucket: Bucket) -> torch.Tensor:
         """This rank's shards of the bucket, flat; a single parameter of the right type is not copied."""
-        parts = [self._local[spec.name].detach().to(self._dtype).flatten() for spec in bucket.specs]
+        dtype = bucket.dtype or self._dtype
+        parts = [self._local[spec.name].detach().to(dtype).flatten() for spec in bucket.specs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

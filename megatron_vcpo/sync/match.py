@@ -26,7 +26,7 @@ _Stage = tuple[list[str] | None, list[str]]
 class Match:
     """What this rank holds, and the pipeline stage that holds each parameter of the model."""
 
-    local: dict[str, torch.nn.Parameter]  # with the last stage's copy of tied embeddings, where there is one
+    local: dict[str, torch.Tensor]  # with the last stage's copy of tied embeddings, where there is one
     stage_of: dict[str, int]
     problems: list[str]
 
@@ -43,7 +43,7 @@ def match_model(
     """Compare names and shapes in both directions. A collective over the pipeline group."""
     layout = Layout.of(groups)
     by_name = {spec.name: spec for spec in specs}
-    local: dict[str, torch.nn.Parameter] = {}
+    local: dict[str, torch.Tensor] = {}
     names: list[str] | None = None
     try:
         if shape.num_experts % layout.ep_size:
@@ -66,7 +66,7 @@ def match_model(
 
 
 def _combine(
-    local: dict[str, torch.nn.Parameter],
+    local: dict[str, torch.Tensor],
     stages: Sequence[_Stage],
     specs: Sequence[ParameterSpec],
     shape: ModelShape,

@@ -13,6 +13,7 @@ from megatron_vcpo.sync.naming import (
     FAMILIES,
     Family,
     Kind,
+    LatentSizes,
     ModelShape,
     NamingError,
     ParameterSpec,
@@ -44,9 +45,15 @@ def shape_of(**changes: Any) -> ModelShape:
     return ModelShape(**(fields | changes))
 
 
+LATENT = LatentSizes(q_lora_rank=16, kv_lora_rank=20, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=2)
+
+
 def plain(family: Family, **changes: Any) -> ModelShape:
     """A shape the family can have."""
-    return shape_of(**({} if family.expert else {"num_experts": 0, "moe_layers": ()}), **changes)
+    fields: dict[str, Any] = {} if family.expert else {"num_experts": 0, "moe_layers": ()}
+    if family.latent:
+        fields |= {"latent": LATENT, "num_query_groups": 8, "shared_ffn_hidden_size": 16}
+    return shape_of(**(fields | changes))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
@@ -95,7 +102,8 @@ def test_transformer_engine_names_give_the_same_stream_as_local_ones(name: str, 
     (model,) = gpt_models(config, tied=False)
     twin = transformer_engine_twin(model)
     names = [key for key, _ in twin.named_parameters()]
-    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
+    fused = "linear_kv_up_proj" if name.startswith("deepseek") else "linear_qkv"
+    assert f"decoder.layers.0.self_attention.{fused}.layer_norm_weight" in names
     if name == "qwen3_moe":
         assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in names
     shape = ModelShape.from_megatron(config, vocab_size=VOCAB, padded_vocab_size=128, tied_embeddings=False)

@@ -6,19 +6,20 @@
 - `megatron`: the parameters one rank holds, under their names in the whole model.
 
 Weight sync, checkpoint loading and the converters all read these tables. To add a family, add one `Family` to
-`families.FAMILIES` and one line to the round-trip tests.
+`families.FAMILIES`, its new blocks to `blocks`, and one line to the round-trip tests.
 """
 
 from megatron_vcpo.sync.naming.families import FAMILIES, Family, family_by_name, family_for_architecture
 from megatron_vcpo.sync.naming.megatron import Layout, local_parameters, local_problems, unwrap
 from megatron_vcpo.sync.naming.rules import Kind, ParameterSpec, Rule
-from megatron_vcpo.sync.naming.shape import ModelShape, NamingError
+from megatron_vcpo.sync.naming.shape import LatentSizes, ModelShape, NamingError
 from megatron_vcpo.sync.naming.transform import export_tensors, import_shard, shard_shape
 
 __all__ = [
     "FAMILIES",
     "Family",
     "Kind",
+    "LatentSizes",
     "Layout",
     "ModelShape",
     "NamingError",

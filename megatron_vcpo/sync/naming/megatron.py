@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,16 @@ from megatron_vcpo.sync.naming.transform import shard_shape
 # Transformer Engine fuses the norm into the linear layer after it and numbers grouped experts at the end of the name.
 _TRANSFORMER_ENGINE = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r".input_layernorm.\1"),
+    (
+        re.compile(r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
+        r".self_attention.\1_layernorm.\2",
+    ),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r".pre_mlp_layernorm.\1"),
     (re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r".mlp.experts.local_experts.\3.\1.\2"),
 )
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
+# What a model computes with but does not learn by gradients; other buffers follow from the configuration.
+_BUFFER = re.compile(r"\.mlp\.router\.expert_bias$")
 _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)(\.)")
 
 
@@ -68,16 +75,18 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def local_parameters(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout
-) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank's model chunks by their whole-model name in the local layer spec's spelling."""
-    found: dict[str, torch.nn.Parameter] = {}
+def local_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout) -> dict[str, torch.Tensor]:
+    """Parameters of this rank's model chunks by their whole-model name in the local layer spec's spelling.
+
+    The router's bias is among them, which Megatron keeps as a buffer.
+    """
+    found: dict[str, torch.Tensor] = {}
     experts_here = shape.num_experts // layout.ep_size
     for chunk in map(unwrap, chunks):
         # layer_number counts from 1 over the whole model, whatever pipeline layout was asked for
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-        for raw, parameter in chunk.named_parameters():
+        buffers = ((raw, buffer) for raw, buffer in chunk.named_buffers() if _BUFFER.search(raw))
+        for raw, parameter in itertools.chain(chunk.named_parameters(), buffers):
             name = _whole_model_name(raw, numbers, layout.ep_rank * experts_here)
             if name in found:
                 raise NamingError(f"Two parameters of this rank are called {name}.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import torch
+
 from megatron_vcpo.sync.naming.shape import ModelShape
 
 Shape = tuple[int, ...]
@@ -26,6 +28,9 @@ class Kind(enum.Enum):
     QKV = enum.auto()
     """Rows interleaved per query group (its query heads, its key head, its value head), then split along dimension 0.
     With more ranks than groups the split cuts through a group, as Megatron does."""
+    LATENT = enum.auto()
+    """A projection down to latents: COLUMN in the local layer spec, REPLICATED in Transformer Engine's. Only in rules:
+    a `ParameterSpec` is one of the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +40,20 @@ class Rule:
     kind: Kind
     megatron: str
     hf: tuple[tuple[str, str], ...]  # ((name, "dim dim"), ...)
+    optional: bool = False  # left out where one of its sizes is zero
+    dtype: torch.dtype | None = None  # the type it keeps on its way to an engine; None: the engine's
+
+    def applies(self, shape: ModelShape) -> bool:
+        """Whether the model has this parameter."""
+        return not self.optional or all(shape.dims[d] for _, sizes in self.hf for d in sizes.split())
 
     def expand(self, shape: ModelShape, layer: int | None = None, expert: int | None = None) -> ParameterSpec:
         """The rule for one layer and expert."""
-        dims = shape.dims
+        dims, kind = shape.dims, self.kind
+        if kind is Kind.LATENT:
+            kind = Kind.COLUMN if shape.latent is not None and shape.latent.down_is_split else Kind.REPLICATED
         return ParameterSpec(
-            kind=self.kind,
+            kind=kind,
             name=self.megatron.format(layer=layer, expert=expert),
             hf=tuple(
                 (name.format(layer=layer, expert=expert), tuple(dims[d] for d in sizes.split()))
@@ -48,6 +61,7 @@ class Rule:
             ),
             layer=layer,
             expert=expert,
+            dtype=self.dtype,
         )
 
 
@@ -60,6 +74,7 @@ class ParameterSpec:
     hf: tuple[tuple[str, Shape], ...]  # Hugging Face names and full shapes
     layer: int | None  # index over all pipeline stages; None outside the layers
     expert: int | None  # index over all expert-parallel ranks; None for a dense parameter
+    dtype: torch.dtype | None = None  # the type it keeps on its way to an engine; None: the engine's
 
     def full_shape(self, shape: ModelShape) -> Shape:
         """Shape of the Megatron parameter over all tensor-parallel ranks."""

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 
 class NamingError(ValueError):
     """A model that a family's table cannot describe; the message names the setting to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSizes:
+    """Sizes of multi-latent attention (DeepSeek); a query head has `qk_head_dim` + `qk_pos_emb_head_dim` dimensions."""
+
+    q_lora_rank: int | None  # None: queries are projected directly
+    kv_lora_rank: int
+    qk_head_dim: int  # without rotation
+    qk_pos_emb_head_dim: int  # rotated
+    v_head_dim: int
+    down_is_split: bool = dataclasses.field(default=True, compare=False)
+    """Whether tensor-parallel ranks split the projections down to latents: in the local layer spec, not in Transformer
+    Engine's. A matter of layout, so that two equal models may differ in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +41,8 @@ class ModelShape:
     num_experts: int = 0
     moe_ffn_hidden_size: int = 0
     moe_layers: tuple[bool, ...] = ()  # [num_layers] which layers hold experts; empty: none
+    shared_ffn_hidden_size: int = 0  # of all shared experts of a layer together
+    latent: LatentSizes | None = None  # None: multi-head attention
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_query_groups:
@@ -44,7 +61,7 @@ class ModelShape:
     @property
     def dims(self) -> dict[str, int]:
         """The dimension names that a table's shapes are written in."""
-        return {
+        dims = {
             "hidden": self.hidden_size,
             "query": self.num_heads * self.head_dim,
             "kv": self.num_query_groups * self.head_dim,
@@ -53,7 +70,21 @@ class ModelShape:
             "vocab": self.vocab_size,
             "experts": self.num_experts,
             "moe_ffn": self.moe_ffn_hidden_size,
+            "shared_ffn": self.shared_ffn_hidden_size,
         }
+        if self.latent is not None:
+            low, heads = self.latent, self.num_heads
+            query = heads * (low.qk_head_dim + low.qk_pos_emb_head_dim)
+            dims |= {
+                "q_lora": low.q_lora_rank or 0,
+                "kv_lora": low.kv_lora_rank,
+                "kv_lora_rope": low.kv_lora_rank + low.qk_pos_emb_head_dim,
+                "latent_query": query,
+                "direct_query": 0 if low.q_lora_rank else query,
+                "latent_kv": heads * (low.qk_head_dim + low.v_head_dim),
+                "latent_value": heads * low.v_head_dim,
+            }
+        return dims
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, holds experts."""
@@ -70,11 +101,18 @@ class ModelShape:
         for field, flag in (
             ("moe_mlp_glu_interleave_size", "--moe-mlp-glu-interleave-size"),
             ("attention_output_gate", "--attention-output-gate"),
-            ("multi_latent_attention", "--multi-latent-attention"),
-            ("mtp_num_layers", "--mtp-num-layers"),
+            ("mla_down_proj_fusion", "--mla-down-proj-fusion"),
+            ("experimental_attention_variant", "--experimental-attention-variant"),
+            ("moe_latent_size", "--moe-latent-size"),
+            ("moe_shared_expert_gate", "--moe-shared-expert-gate"),
         ):
             if getattr(config, field, None):
                 raise NamingError(f"{flag} changes how weights are stored and is not supported; leave it unset.")
+        if config.mtp_num_layers:
+            raise NamingError(
+                "--mtp-num-layers adds multi-token-prediction layers, which neither the loss nor the engine uses here; "
+                "leave it unset."
+            )
         experts = config.num_moe_experts or 0
         return cls(
             num_layers=config.num_layers,
@@ -89,6 +127,8 @@ class ModelShape:
             num_experts=experts,
             moe_ffn_hidden_size=(config.moe_ffn_hidden_size or config.ffn_hidden_size) if experts else 0,
             moe_layers=_moe_layers(config.moe_layer_freq, config.num_layers) if experts else (),
+            shared_ffn_hidden_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
+            latent=_latent_sizes(config) if config.multi_latent_attention else None,
         )
 
 
@@ -99,3 +139,14 @@ def _moe_layers(frequency: int | list[int], num_layers: int) -> tuple[bool, ...]
     if len(frequency) != num_layers:
         raise NamingError(f"--moe-layer-freq lists {len(frequency)} layers, --num-layers is {num_layers}.")
     return tuple(bool(flag) for flag in frequency)
+
+
+def _latent_sizes(config: Any) -> LatentSizes:
+    return LatentSizes(
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_head_dim=config.qk_head_dim,
+        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
+        v_head_dim=config.v_head_dim,
+        down_is_split=config.transformer_impl == "local",
+    )

@@ -40,6 +40,8 @@ def export_tensors(spec: ParameterSpec, shape: ModelShape, shards: torch.Tensor)
     """
     names = [name for name, _ in spec.hf]
     match spec.kind:
+        case Kind.LATENT:
+            raise AssertionError("a rule's kind; Rule.expand resolves it")
         case Kind.REPLICATED:
             yield names[0], shards[0]
         case Kind.COLUMN:
