@@ -360,6 +360,8 @@ class PolicyStep:
         multiplier = self.scheduler.apply(rho, self._lag)
         if usable == 0:
             self.skip_reason = "no trajectory has a finite importance weight"
+        elif batch.num_response_tokens == 0:
+            self.skip_reason = "no trajectory has a sampled token"  # moments and weight decay would move it all the same
         elif usable < batch.num_trajectories:
             # The loss was divided by all trajectories; those left out leave the denominator too.
             factor = torch.tensor(batch.num_trajectories / usable, device=self.device)
