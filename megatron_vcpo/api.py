@@ -15,6 +15,7 @@ from megatron_vcpo.mcore.packing import RowAlignment
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
 from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.mcore.reference import ReferencePolicy
+from megatron_vcpo.mcore.router_replay import RouterReplay
 from megatron_vcpo.optim import EssParamScheduler
 from patches import shared_loss_scale
 
@@ -30,6 +31,7 @@ def register(
     sequence_length: int,
     max_response_length: int,
     temperature: float = 1.0,
+    router_replay: bool = False,
 ) -> PolicyStep:
     """Hook VCPO into a model and an optimizer and return the step that drives them.
 
@@ -44,6 +46,7 @@ def register(
         sequence_length: longest trajectory; also the token budget of a micro-batch where the config sets none. Tokens.
         max_response_length: bound of a response. Tokens.
         temperature: of the rollouts.
+        router_replay: every trajectory carries `routed_experts`, and the model's routers follow them.
 
     Example:
         >>> vcpo = megatron_vcpo.register(VCPOConfig(), model=model, optimizer=optimizer, scheduler=scheduler,
@@ -81,6 +84,8 @@ def register(
     step = PolicyStep(config, settings, groups=groups, scheduler=scheduler, device=collective_device())
     if config.kl_coefficient > 0.0:
         step.reference = ReferencePolicy(model)
+    if router_replay:
+        step.replay = RouterReplay(model, groups)
     hook_finalization(transformer, step)
     guard_optimizer(optimizer, step)
     return step

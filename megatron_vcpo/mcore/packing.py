@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_vcpo.rollout.routes import signed_routes
 from megatron_vcpo.rollout.trajectory import Trajectory
 
 
@@ -172,6 +173,7 @@ class MicroBatch:
     starts: tuple[int, ...]  # first row of each of them
     context_rows: Tensor | None = None  # [cp_size, T'] int64, None without context parallelism
     reference_logprobs: Tensor | None = None  # [T] fp32, set by a scoring pass
+    routes: Tensor | None = None  # [T, layers with experts, k] int16, -1 where there are none; None without any
 
     @property
     def num_trajectories(self) -> int:
@@ -234,6 +236,7 @@ def build_micro_batch(
         context_rows = alignment.context_rows(ends.tolist())
         model_inputs = model_inputs[:, context_rows[alignment.cp_rank]]
     own = torch.from_numpy(model_inputs).to(device)
+    routes = packed_routes(chosen, ends.tolist(), total)
     return MicroBatch(
         tokens=own[0:1],
         labels=own[1:2],
@@ -245,4 +248,23 @@ def build_micro_batch(
         indices=indices,
         starts=tuple(ends[: len(indices)].tolist()),
         context_rows=None if context_rows is None else torch.from_numpy(context_rows).to(device),
+        routes=None if routes is None else torch.from_numpy(routes).to(device),
     )
+
+
+def packed_routes(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int) -> npt.NDArray[np.int16] | None:
+    """Routes of packed trajectories [rows, layers, k], -1 in padding and where a trajectory has none; None without any.
+
+    Raises:
+        PackingError: trajectories with routes of different models.
+    """
+    known = [(t, t.routed_experts, start) for t, start in zip(trajectories, starts) if t.routed_experts is not None]
+    shapes = {routes.shape[1:] for _, routes, _ in known}
+    if len(shapes) > 1:
+        raise PackingError(f"Trajectories carry routes of different models: (layers, k) are {sorted(shapes)}.")
+    if not known:
+        return None
+    packed = np.full((rows, *shapes.pop()), -1, np.int16)
+    for trajectory, routes, start in known:
+        packed[start : start + trajectory.num_tokens] = signed_routes(routes)
+    return packed

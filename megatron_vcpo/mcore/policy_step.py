@@ -31,6 +31,9 @@ from megatron_vcpo.mcore.reductions import (
     sum_over,
 )
 from megatron_vcpo.mcore.reference import ReferencePolicy
+from megatron_vcpo.mcore.route_books import route_metrics
+from megatron_vcpo.mcore.router_replay import RouterReplay
+from megatron_vcpo.mcore.router_state import ExpertBiases
 from megatron_vcpo.objective import (
     LossInputs,
     LossOutputs,
@@ -103,6 +106,7 @@ class PolicyStep:
         self.device = device
         self.loss = load_loss(config.loss)
         self.reference: ReferencePolicy | None = None
+        self.replay: RouterReplay | None = None
         self.minibatch: Minibatch | None = None
         self.skip_reason = ""
         self._accumulated = _Accumulated()
@@ -110,6 +114,7 @@ class PolicyStep:
         self._metric_names: list[str] | None = None
         self._lag = 0.0
         self._scored_fallbacks = 0.0
+        self._expert_biases: ExpertBiases | None = None
         self._context = OutputContext(
             vocab_size=settings.vocab_size,
             temperature=settings.temperature,
@@ -135,7 +140,10 @@ class PolicyStep:
             forward_backward: Megatron's schedule, for passes that score only.
             lag: age of the minibatch in optimizer steps.
         """
+        if self.replay is not None:
+            self.replay.require_routes(trajectories)
         self.minibatch = build_minibatch(trajectories, self.config, self.settings.packing, self.device)
+        self._expert_biases = ExpertBiases(model)
         self._lag = lag
         self._scored_fallbacks = 0.0
         self.skip_reason = ""
@@ -186,7 +194,7 @@ class PolicyStep:
         """
         chunks = [self.data_iterator() for _ in model]
         with torch.no_grad():
-            return forward_backward(
+            outputs = forward_backward(
                 forward_step_func=self.forward_step,
                 data_iterator=chunks if len(chunks) > 1 else chunks[0],
                 model=model,
@@ -197,6 +205,9 @@ class PolicyStep:
                 forward_only=True,
                 collect_non_loss_data=True,
             )
+        if self.replay is not None:
+            self.replay.finish_pass(training=False)
+        return outputs
 
     def logprobs_of(
         self, trajectories: Sequence[Trajectory], *, model: list[Any], forward_backward: ForwardBackward
@@ -291,6 +302,8 @@ class PolicyStep:
             max_seqlen_q=micro.max_seqlen,
             max_seqlen_kv=micro.max_seqlen,
         )
+        if self.replay is not None:
+            self.replay.attach(packed, micro, model)
         output = model(
             micro.tokens,
             micro.position_ids,
@@ -370,6 +383,9 @@ class PolicyStep:
         broken = not self.settings.fp16 and not _gradients_finite(model)
         if agree(multiplier, broken, what="The learning-rate multiplier", device=self.device) and not self.skip_reason:
             self.skip_reason = "a gradient is not finite"
+        if self.replay is not None:
+            self.replay.finish_pass(training=True)
+            metrics |= route_metrics(self.replay, batch.trajectories, self.device)
         self._result = {
             "rho": rho,
             "rho_reference": self.scheduler.reference,
@@ -428,6 +444,8 @@ class PolicyStep:
         """Finish the step and return its metrics; the scheduler goes back to its base learning rate."""
         self.scheduler.restore()
         batch = self._current()
+        if not success and self._expert_biases is not None:
+            self._expert_biases.restore()  # Megatron moves them before the update that was then not made
         result = {
             **self._result,
             "grad_norm": math.nan if grad_norm is None else float(grad_norm),

@@ -103,6 +103,9 @@ def defect(trajectory: Trajectory) -> str:
             return f"{name} has {len(getattr(trajectory, name))} entries for {length} response tokens"
     if not len(trajectory.prompt_ids):
         return "the prompt is empty"
+    routes = trajectory.routed_experts
+    if routes is not None and len(routes) != trajectory.num_tokens:
+        return f"routed_experts has {len(routes)} rows for {trajectory.num_tokens} tokens"
     sampled = trajectory.behavior_logprobs[trajectory.response_mask]
     if not np.isfinite(sampled).all():
         return f"{int((~np.isfinite(sampled)).sum())} behaviour log-probs are not finite"

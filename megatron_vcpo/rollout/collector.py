@@ -155,6 +155,7 @@ class RolloutCollector:
             index=index,
             truncated=result.truncated,
             prompt_index=drawn.prompt_index,
+            routed_experts=result.routed_experts,
         )
 
     def _explain(self, samples: list[tuple[DrawnPrompt, int]], outcomes: list[RewardOutcome]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_vcpo.rollout.routes import RouteArray
 from megatron_vcpo.rollout.trajectory import Trajectory
 
 Columns = dict[str, np.ndarray[Any, Any]]
@@ -43,6 +44,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> Columns:
         columns[name] = _joined([getattr(t, name) for t in trajectories], dtype)
     for name, dtype in _SCALARS.items():
         columns[name] = np.array([getattr(t, name) for t in trajectories], dtype=dtype)
+    columns |= _pack_routes(trajectories)
     parts = json.dumps([dict(t.reward_parts) for t in trajectories]).encode()
     columns["reward_parts"] = np.frombuffer(parts, dtype=np.uint8).copy()
     return columns
@@ -52,6 +54,7 @@ def unpack_trajectories(columns: Mapping[str, np.ndarray[Any, Any]]) -> list[Tra
     """The trajectories that `pack_trajectories` was given; arrays are views into the columns."""
     prompts, responses = columns["prompt_offsets"].tolist(), columns["response_offsets"].tolist()
     parts = json.loads(bytes(columns["reward_parts"].tobytes()))
+    routes = _unpack_routes(columns)
     out = []
     for i in range(len(prompts) - 1):
         span = slice(responses[i], responses[i + 1])
@@ -61,9 +64,35 @@ def unpack_trajectories(columns: Mapping[str, np.ndarray[Any, Any]]) -> list[Tra
             Trajectory(
                 prompt_ids=columns["prompt_ids"][prompts[i] : prompts[i + 1]],
                 reward_parts=parts[i],
+                routed_experts=routes[i],
                 **fields,
             )
         )
+    return out
+
+
+def _pack_routes(trajectories: Sequence[Trajectory]) -> Columns:
+    """Routes as bytes: their type differs between models, and a column's may not differ between ranks."""
+    routes = [t.routed_experts for t in trajectories]
+    layouts = {(*r.shape[1:], r.itemsize) for r in routes if r is not None}
+    if len(layouts) > 1:
+        raise ValueError(f"Routes of different models cannot be packed together: (layers, k, bytes) {sorted(layouts)}.")
+    return {
+        "route_rows": np.array([0 if r is None else len(r) for r in routes], dtype=np.int64),
+        "route_layout": np.array(next(iter(layouts), (0, 0, 0)), dtype=np.int64),
+        "routed_experts": _joined([r.reshape(-1).view(np.uint8) for r in routes if r is not None], np.uint8),
+    }
+
+
+def _unpack_routes(columns: Mapping[str, np.ndarray[Any, Any]]) -> list[RouteArray | None]:
+    layers, k, itemsize = columns["route_layout"].tolist()
+    ends = np.cumsum(columns["route_rows"]) * (layers * k * itemsize)
+    dtype: Any = np.uint8 if itemsize == 1 else np.int16
+    out: list[RouteArray | None] = []
+    for rows, end in zip(columns["route_rows"].tolist(), ends.tolist()):
+        start = end - rows * layers * k * itemsize
+        piece: RouteArray = columns["routed_experts"][start:end].view(dtype)
+        out.append(piece.reshape(rows, layers, k) if rows else None)  # type: ignore[arg-type]
     return out
 
 

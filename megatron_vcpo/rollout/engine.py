@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_vcpo.rollout.routes import RouteArray
 from megatron_vcpo.rollout.trajectory import Float32Array, Int32Array
 
 
@@ -40,6 +41,17 @@ class GenerationResult:
     logprobs: Float32Array  # [L] of the distribution that was really sampled from
     text: str
     truncated: bool
+    routed_experts: RouteArray | None = None  # [P + L, layers with experts, k], where the engine was asked for them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """How one set of weights reached the engine."""
+
+    copied: int = 0  # tensors written straight into the engine's memory
+    reloaded: int = 0  # tensors that went through the engine's own loader
+    received: dict[str, int] | None = None  # digest of each tensor as it arrived, of a verified update
+    unreadable: tuple[str, ...] = ()  # tensors that a verified update could not read back from the engine
 
 
 class RolloutEngine(Protocol):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from megatron_vcpo.rollout.routes import RouteArray
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -36,6 +38,7 @@ class Trajectory:
     truncated: bool = False  # the response reached the length bound
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     prompt_index: int = -1  # index of the prompt in its environment
+    routed_experts: RouteArray | None = None  # [P + L, layers with experts, k], see rollout/routes.py
 
     @property
     def name(self) -> str:

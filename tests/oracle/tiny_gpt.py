@@ -72,6 +72,7 @@ def build_tiny_gpt(
     params_dtype: torch.dtype = torch.float32,
     sequence: int = SEQUENCE,
     ess: Any = None,
+    before_wrap: Callable[[list[Any]], Any] | None = None,
     **overrides: Any,
 ) -> TinyGPT:
     """The model of the given size and seed, its optimizer and scheduler; fp32 unless `params_dtype` says otherwise."""
@@ -100,6 +101,8 @@ def build_tiny_gpt(
     )
     if params_dtype != torch.float32:
         gpt = Float16Module(config, gpt)
+    if before_wrap is not None:
+        before_wrap([gpt])
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=params_dtype != torch.float32)
     model = [DistributedDataParallel(config, ddp, gpt)]
     half = {"fp16": params_dtype == torch.float16, "bf16": params_dtype == torch.bfloat16, "params_dtype": params_dtype}
@@ -132,6 +135,7 @@ def optimizer_step(
         micro_batch_size=1,
         forward_only=False,
     )
-    gradient = torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()])
+    trained = [p for chunk in model for p in chunk.parameters() if p.requires_grad]
+    gradient = torch.cat([p.main_grad.flatten() for p in trained])
     success, grad_norm, _ = optimizer.step()
     return success, grad_norm, gradient

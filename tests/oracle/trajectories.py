@@ -45,6 +45,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         truncated=draw(st.booleans()),
         reward_parts=draw(st.dictionaries(st.text(max_size=8), finite, max_size=3)),
         prompt_index=draw(st.integers(-1, 2**40)),
+        routed_experts=draw(
+            st.none() | st_numpy.arrays(np.uint8, (prompt + response, 3, 2), elements=st.integers(0, 255))
+        ),
     )
 
 
@@ -55,6 +58,12 @@ def assert_same(first: Trajectory, second: Trajectory) -> None:
         assert a.dtype == b.dtype
         assert a.tobytes() == b.tobytes()
         assert len(a) == len(b)
+    routes = (first.routed_experts, second.routed_experts)
+    if routes[0] is None or routes[1] is None:
+        assert routes == (None, None)
+    else:
+        assert routes[0].dtype == routes[1].dtype
+        np.testing.assert_array_equal(*routes)
     for name in ("reward", "group_id", "index", "truncated", "prompt_index", "reward_parts"):
         a, b = getattr(first, name), getattr(second, name)
         assert a == b

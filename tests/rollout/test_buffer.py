@@ -67,6 +67,7 @@ def test_what_is_older_than_the_bound_is_refused_and_counted(version, kept):
         ({"response_mask": np.ones(4, np.bool_)}, "response_mask has 4 entries for 3 response tokens"),
         ({"prompt_ids": np.zeros(0, np.int32)}, "the prompt is empty"),
         ({"reward": float("nan")}, "the reward is nan"),
+        ({"routed_experts": np.zeros((4, 1, 2), np.uint8)}, "routed_experts has 4 rows for 5 tokens"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_at_the_door_by_name(changes, said):

@@ -1,0 +1,56 @@
+"""Routes: the experts that served each token in each layer of experts, in as few bytes as will do.
+
+An array [rows, layers, k] of expert ids, layers counted over those that hold experts; row t belongs to token t of
+prompt + response. A row that nobody recorded holds the mark of its type in every place: 255 in uint8, -1 in int16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+RouteArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
+
+_UINT8_MARK = 255
+
+
+def route_dtype(num_experts: int) -> np.dtype[Any]:
+    """The smallest type that holds every expert's id and the mark of a missing row."""
+    return np.dtype(np.uint8 if num_experts <= _UINT8_MARK else np.int16)
+
+
+def compact_routes(routes: npt.NDArray[Any], *, num_experts: int, rows: int) -> RouteArray:
+    """Check and shrink recorded routes.
+
+    Args:
+        routes: [n, layers, k] of any integer type, n at most `rows`; negative ids mark a missing row.
+        num_experts: ids are below it.
+        rows: rows of the result; those behind the recorded ones are marked as missing.
+
+    Raises:
+        ValueError: an id that is no expert's, or a token that got one expert twice: no router chooses like that.
+    """
+    ids = routes.astype(np.int32)
+    if len(ids) > rows:
+        raise ValueError(f"there are {len(ids)} rows of routes for {rows} tokens")
+    missing = (ids < 0).any(axis=(1, 2))
+    known = ids[~missing]
+    if known.size and int(known.max()) >= num_experts:
+        raise ValueError(f"there is an expert {int(known.max())} among the routes, of {num_experts} experts")
+    ordered = np.sort(known, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise ValueError("a token was routed to one expert twice")
+    dtype = route_dtype(num_experts)
+    out = np.full((rows, *ids.shape[1:]), _UINT8_MARK if dtype == np.uint8 else -1, dtype)
+    out[: len(ids)][~missing] = known
+    return out
+
+
+def signed_routes(routes: RouteArray) -> npt.NDArray[np.int16]:
+    """The same with -1 as the mark, whatever the type was."""
+    signed = routes.astype(np.int16)
+    if routes.dtype == np.uint8:
+        signed[routes == _UINT8_MARK] = -1
+    return signed
