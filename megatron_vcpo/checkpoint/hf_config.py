@@ -130,17 +130,20 @@ def write_engine_model_dir(
     Call it on one rank. Raises CheckpointError where no family fits or `tokenizer_dir` holds no tokenizer.
     """
     fields = hf_config_from_megatron(config, facts, dtype=dtype)
-    source = Path(tokenizer_dir)
-    files = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
-    if not any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in files):
-        raise CheckpointError(
-            f"{source} holds no Hugging Face tokenizer; set --rollout-tokenizer to a folder that does."
-        )
+    files = tokenizer_files(tokenizer_dir, flag="--rollout-tokenizer")
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     for file in files:
         shutil.copyfile(file, target / file.name)
+
+
+def tokenizer_files(folder: str | Path, *, flag: str = "--tokenizer") -> list[Path]:
+    """The files of a Hugging Face tokenizer; CheckpointError, which names the flag, where there is none."""
+    files = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
+    if not any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in files):
+        raise CheckpointError(f"{folder} holds no Hugging Face tokenizer; set {flag} to a folder that does.")
+    return files
 
 
 def check_config_matches(hf_dir: str | Path, config: Any, facts: ModelFacts) -> ModelDescription:

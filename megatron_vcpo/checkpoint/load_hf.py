@@ -49,7 +49,7 @@ def load_hf_checkpoint(
     failure: Exception | None = None
     try:
         source = SafetensorsFolder(folder)
-        _check_names(source, specs, shape)
+        check_names(source, specs, shape)
         _fill(match.local, {spec.name: spec for spec in specs}, shape, source, Layout.of(groups))
     except CheckpointError as error:
         failure = error
@@ -57,7 +57,7 @@ def load_hf_checkpoint(
     return len(match.local)
 
 
-def _check_names(source: SafetensorsFolder, specs: Sequence[ParameterSpec], shape: ModelShape) -> None:
+def check_names(source: SafetensorsFolder, specs: Sequence[ParameterSpec], shape: ModelShape) -> None:
     """Every tensor of the table is in the checkpoint with its shape, and nothing else is."""
     expected = dict(pair for spec in specs for pair in spec.hf)
     names = {name for name in source.names() if not _IGNORED.search(name)}

@@ -48,6 +48,10 @@ class SafetensorsFolder:
         """Whether the tensor is stored as plain floating point (not quantized)."""
         return self.slice(name).get_dtype() in _FLOAT_TYPES
 
+    def release(self) -> None:
+        """Close the files, whose mapped pages count as this process's memory; the next read opens what it needs."""
+        self._files.clear()
+
     def _listing(self) -> dict[Path, list[str] | None]:
         """Files of the checkpoint, each with the tensors that the index puts there (None: no index)."""
         if not self.folder.is_dir():
