@@ -39,6 +39,7 @@ from megatron_vcpo.objective.ess import (
 )
 from megatron_vcpo.objective.importance import sequence_log_weights
 from megatron_vcpo.objective.loss import (
+    energy_token_weights,
     kl_estimate,
     length_normalizers,
     trajectory_baselines,
@@ -65,6 +66,7 @@ __all__ = [
     "combine_ess_statistics",
     "dense_ids",
     "effective_sample_size",
+    "energy_token_weights",
     "ess_log_weights",
     "ess_statistics",
     "kl_estimate",

@@ -93,6 +93,32 @@ def trajectory_energies(
     return _energies(ratios, applied_weights(ratios, config), ids, mask.bool(), token_energies, config)
 
 
+def energy_token_weights(
+    *, policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, config: VCPOConfig
+) -> Tensor:
+    """Weights a_it such that E_i for `trajectory_log_energies` is the squared norm of grad sum_t a_it log p_it.
+
+    They are those of a token-level correction, and 1 under a sequence-level one, whose weights enter later.
+
+    Args:
+        policy_logprobs: [T] nats; no gradient is taken.
+        behavior_logprobs: [T].
+        mask: [T] bool.
+        cu_seqlens: [n + 1] int.
+        config: correction with its bounds, and veto.
+
+    Returns:
+        [T] fp64; 0 where masked out, not finite, dropped, or of a vetoed trajectory.
+    """
+    ids = segment_ids(cu_seqlens, mask.numel())
+    ratios = log_ratios(policy_logprobs, behavior_logprobs, mask, cu_seqlens)
+    weights = torch.ones_like(ratios.token)
+    if CORRECTIONS[config.correction].level == "token":
+        weights = applied_weights(ratios, config).log_weights.exp()
+    kept = mask.bool() & torch.isfinite(policy_logprobs.detach()) & spread(~vetoed(ratios, ids, config), ids)
+    return torch.where(kept, weights, 0.0)
+
+
 def _energies(
     ratios: LogRatios,
     weights: AppliedWeights,

@@ -1,0 +1,155 @@
+"""What one use of a parameter adds to every trajectory's gradient: one class for each kind of parameter.
+
+With x the rows that enter and g the gradients of the rows that leave, the gradient of trajectory i is
+sum_t g_t x_t^T over its rows for a matrix, sum_t v_t for a vector, and rows of g added up word by word for an
+embedding. A contribution knows its energies, || gradient of i ||^2, and sum_i c_i * (gradient of i) for any c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vcpo.mcore.energies.rows import Rows
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """How a parameter's energy is spread over ranks, beside shards of it, whose energies simply add up."""
+
+    group: Any = None  # ranks that hold the same shard and parts of the same trajectories; None: this one alone
+    counts: bool = True  # False: another rank holds the same shard and the same rows, and counts them
+
+
+class Contribution(Protocol):
+    """One use of one parameter in one micro-batch."""
+
+    def add_energies(self, into: Tensor) -> None:
+        """Add the energies that this rank counts to `into`, [N] fp64; collective over the share's group."""
+
+    def gradient(self, coefficients: Values) -> Tensor:
+        """sum_i c_i * (gradient of i) from this rank's rows, for c [N]; of the parameter's shape.
+
+        Trajectories with c_i = 0 stay out whatever they hold, NaN included.
+        """
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """Sum of squares of [r, d]: scalar fp64. Rows in their own dtype, which keeps the pass over a big product cheap."""
+    return torch.linalg.vecdot(values, values).double().sum()
+
+
+def working(*tensors: Tensor) -> list[Tensor]:
+    """The same in one dtype of at least fp32: products of half-precision rows would be rounded to half precision."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def product_energy(x: Tensor, g: Tensor) -> Tensor:
+    """|| g^T x ||^2 of x [t, d_in] and g [t, d_out], by the product itself or by sum_ts (g_t.g_s)(x_t.x_s), whichever
+    needs fewer multiplications. Source: the mixed ghost norm of arXiv 2205.10683."""
+    (x, g), rows = working(x, g), x.size(0)
+    if x.size(1) * g.size(1) <= rows * (x.size(1) + g.size(1)):
+        return squared_norm(g.t() @ x)
+    return (g @ g.t()).mul_(x @ x.t()).sum(dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixContribution:
+    """A linear layer: weight [d_out, d_in]."""
+
+    x: Tensor  # [t, d_in]
+    g: Tensor  # [t, d_out]
+    rows: Rows
+    share: Share
+
+    def add_energies(self, into: Tensor) -> None:
+        rows, x, g = self.rows, self.x, self.g
+        if self.share.group is not None:
+            exchange = rows.exchange(self.share.group)
+            rows, x, g = exchange.rows, exchange(x), exchange(g)
+        if self.share.counts:
+            for index, span in rows.segments:
+                into[index] += product_energy(x[span], g[span])
+
+    def gradient(self, coefficients: Values) -> Tensor:
+        factors, keep = self.rows.coefficients(coefficients)
+        x, g = (self.x, self.g) if keep is None else (self.x[keep], self.g[keep])
+        dtype = torch.promote_types(x.dtype, g.dtype)
+        return (g * factors.to(g.dtype)[:, None]).to(dtype).t() @ x.to(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorContribution:
+    """A bias or the weight of a norm: [d]."""
+
+    sums: Tensor  # [n, d] gradient of each member from this rank's rows
+    rows: Rows
+    share: Share
+
+    @staticmethod
+    def of(values: Tensor, rows: Rows, share: Share) -> VectorContribution:
+        """From each row's term, [t, d]."""
+        (values,) = working(values)
+        sums = values.new_zeros(len(rows.members), values.size(1))
+        slots = {index: slot for slot, index in enumerate(rows.members.tolist())}
+        for index, span in rows.segments:
+            sums[slots[index]] = values[span].sum(0)
+        return VectorContribution(sums=sums, rows=rows, share=share)
+
+    def add_energies(self, into: Tensor) -> None:
+        total, counts = self.sums, self.share.counts
+        if self.share.group is not None:
+            total = total.clone()
+            dist.all_reduce(total, group=self.share.group)
+            counts = dist.get_rank(self.share.group) == 0
+        if counts:
+            members = torch.from_numpy(self.rows.members).to(into.device)
+            into.index_add_(0, members, total.double().square_().sum(1))
+
+    def gradient(self, coefficients: Values) -> Tensor:
+        factors = coefficients[self.rows.members]
+        kept = torch.from_numpy(factors.nonzero()[0]).to(self.sums.device)
+        return torch.from_numpy(factors).to(self.sums)[kept] @ self.sums[kept]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingContribution:
+    """A table of embeddings: this rank's `height` words from `first` on."""
+
+    g: Tensor  # [t, d] gradient of each row's embedding
+    words: Tensor  # [t] int64, global
+    rows: Rows
+    share: Share
+    first: int
+    height: int
+
+    def add_energies(self, into: Tensor) -> None:
+        rows, g, words = self.rows, self.g, self.words
+        if self.share.group is not None:
+            exchange = rows.exchange(self.share.group)
+            rows, g, words = exchange.rows, exchange(g), exchange(words)
+        for index, span in rows.segments:
+            own, g_own = self._of_shard(words[span], working(g[span])[0])
+            distinct, place = own.unique(return_inverse=True)
+            into[index] += squared_norm(g_own.new_zeros(len(distinct), g.size(1)).index_add_(0, place, g_own))
+
+    def _of_shard(self, words: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        own = (words >= self.first) & (words < self.first + self.height)
+        return words[own] - self.first, g[own]
+
+    def gradient(self, coefficients: Values) -> Tensor:
+        factors, keep = self.rows.coefficients(coefficients)
+        g, words = (self.g, self.words) if keep is None else (self.g[keep], self.words[keep])
+        own, g_own = self._of_shard(words, g * factors.to(g.dtype)[:, None])
+        return g.new_zeros(self.height, g.size(1)).index_add_(0, own, g_own)

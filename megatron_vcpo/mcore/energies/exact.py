@@ -1,0 +1,174 @@
+"""ExactEnergies: the exact energies of a step, and the three ways from them to its gradient.
+
+two-pass      a backward that only measures, then the ordinary step with baselines that are known.
+deferred      the step's own backward measures; inputs and output gradients are kept until the baselines are known, and
+              the weight gradients are formed then.
+accumulators  the step's own backward measures and adds up two gradients, with the rewards and with 1 in the place of
+              (R_i - b); one baseline for the whole minibatch combines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_vcpo.agreement import raise_together
+from megatron_vcpo.config import ConfigError, VCPOConfig
+from megatron_vcpo.mcore.energies.attach import Attachment
+from megatron_vcpo.mcore.energies.collector import EnergyCollector, MicroBatchRows, Sink
+from megatron_vcpo.mcore.energies.layout import Layout
+from megatron_vcpo.mcore.energies.quiet import energy_schedule
+from megatron_vcpo.mcore.packing import MicroBatch
+from megatron_vcpo.mcore.reductions import from_last_stage, is_last_stage, sum_over
+from megatron_vcpo.objective import energy_token_weights, segment_ids, segment_sum, sequence_log_weights
+
+
+class Measured(NamedTuple):
+    """What one pass found out about the trajectories of a minibatch, on every rank: [N] fp64 each."""
+
+    log_weights: Tensor
+    energies: Tensor  # E_i for `trajectory_log_energies`
+    lengths: Tensor
+
+
+@dataclass(kw_only=True)
+class EnergyPass:
+    """One backward pass over a minibatch that measures."""
+
+    collector: EnergyCollector
+    columns: Tensor  # [3, N] fp64: log-weights, lengths, what the gradients were multiplied with; last stage only
+    owners: dict[int, MicroBatchRows] = field(default_factory=dict)  # id of a micro-batch -> whose rows
+
+
+class ExactEnergies:
+    """Measures the exact energies of minibatches of one model; between passes it leaves the model as it was."""
+
+    def __init__(self, model: list[Any], groups: Any, config: VCPOConfig, device: torch.device) -> None:
+        """Collective over all ranks. Raises ConfigError, on all of them, for a model that cannot be measured.
+
+        Args:
+            model: Megatron's list of model chunks.
+            groups: ProcessGroupCollection with tp, pp, cp, tp_cp, dp, dp_cp, embd, and for experts tp_ep and expt_dp.
+            config: the objective.
+            device: of the micro-batches.
+        """
+        from megatron.core.utils import get_model_config
+
+        self.model = model
+        self.config = config
+        self.device = device
+        self.transformer = get_model_config(model[0])
+        self.attachment = self._attach()
+        self.layout = Layout.of(groups, with_experts=bool(self.transformer.num_moe_experts))
+        self.groups = groups
+        self._pass: EnergyPass | None = None
+
+    def _attach(self) -> Attachment:
+        failure: ConfigError | None = None
+        try:
+            attachment = Attachment(self.model)
+        except ConfigError as error:
+            failure = error
+        raise_together(failure)
+        return attachment
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None
+
+    # ------------------------------------------------------------------ one pass
+
+    @contextmanager
+    def measuring_pass(
+        self, num_trajectories: int, *, sink: Sink | None = None, finalize: bool = False
+    ) -> Iterator[None]:
+        """The schedule's passes within measure, and form no gradient but through the sink.
+
+        Args:
+            num_trajectories: N of the minibatch.
+            sink: takes every contribution.
+            finalize: leave the schedule's hook that finalizes gradients in place.
+        """
+        collector = EnergyCollector(
+            self.layout,
+            num_trajectories=num_trajectories,
+            trainable=self.attachment.trainable,
+            tied=self.attachment.tied,
+            device=self.device,
+            sink=sink,
+        )
+        columns = torch.zeros(3, num_trajectories, dtype=torch.float64, device=self.device)
+        with self.attachment.active(collector), energy_schedule(self.transformer, finalize=finalize):
+            self._pass = EnergyPass(collector=collector, columns=columns)
+            try:
+                yield
+            finally:
+                self._pass = None
+
+    @contextmanager
+    def forward(self, micro: MicroBatch, packed_seq_params: Any) -> Iterator[None]:
+        """Around the model's forward of one micro-batch, whose rows' owners ride on its packed_seq_params."""
+        current = self._current()
+        if id(micro) not in current.owners:
+            cp_rank = self.layout.cp.rank() if micro.context_rows is not None else 0
+            current.owners[id(micro)] = MicroBatchRows.of(micro, cp_rank)
+        packed_seq_params.energy_rows = current.owners[id(micro)]
+        with current.collector.micro_batch(packed_seq_params.energy_rows):
+            yield
+
+    def loss(self, micro: MicroBatch, logprobs: Tensor, factors: Tensor | None = None) -> Tensor:
+        """What a measuring pass back-propagates: sum_t a_it log p_it over the trajectories, times `factors` of theirs.
+
+        Args:
+            micro: the micro-batch.
+            logprobs: [T] with gradient.
+            factors: [n], default 1.
+        """
+        columns, n = self._current().columns, micro.num_trajectories
+        index = torch.tensor(micro.indices, dtype=torch.int64, device=self.device)
+        ids = segment_ids(micro.trajectory_ends, micro.num_rows)
+        factors = torch.ones(n, dtype=torch.float64, device=self.device) if factors is None else factors
+        weights = energy_token_weights(
+            policy_logprobs=logprobs,
+            behavior_logprobs=micro.behavior_logprobs,
+            mask=micro.response_mask,
+            cu_seqlens=micro.trajectory_ends,
+            config=self.config,
+        )
+        weights = weights * torch.cat([factors, factors.new_zeros(1)])[ids]
+        columns[0, index] = sequence_log_weights(
+            logprobs.detach(), micro.behavior_logprobs, micro.response_mask, micro.trajectory_ends
+        )
+        columns[1, index] = segment_sum(micro.response_mask.double(), ids, n)
+        used = weights != 0.0
+        loss = (torch.where(used, weights, 0.0).to(logprobs.dtype) * torch.where(used, logprobs, 0.0)).sum()
+
+        def record(gradient: Tensor) -> None:  # the loss scale, and whatever else the schedule multiplies with
+            columns[2, index] = gradient.double() * factors
+
+        loss.register_hook(record)
+        return loss * 1.0  # the schedule may change its loss in place, where the hook would not see it
+
+    def reduce(self) -> Measured:
+        """The pass's findings on every rank; collective over all of them, within the pass and after its last backward."""
+        current = self._current()
+        table = current.collector.reduce()
+        columns = current.columns
+        if is_last_stage(self.groups.pp):
+            sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
+        from_last_stage(columns, self.groups.pp)
+        log_weights, lengths, factors = columns
+        # By its kind of parameter, for whoever wants to look; what was multiplied with 0 was not measured at all.
+        self.by_kind = torch.where(factors != 0.0, table / factors.square(), 0.0)
+        return Measured(log_weights, self.by_kind.sum(0), lengths)
+
+    def _current(self) -> EnergyPass:
+        if self._pass is None:
+            raise RuntimeError("No measuring pass is under way.")
+        return self._pass

@@ -1,0 +1,105 @@
+"""Which ranks hold parts of the same trajectory's gradient of the same parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vcpo.mcore.energies.contributions import Share
+from megatron_vcpo.mcore.reductions import collective_device, group_size
+
+
+def _shared(group: Any) -> Any:
+    return group if group_size(group) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The process groups that energies need."""
+
+    tp: Any  # tensor parallel
+    cp: Any  # context parallel
+    tp_cp: Any
+    pp: Any
+    dp_cp: Any
+    embd: Any  # first and last pipeline stage
+    experts: Any  # ranks with the same experts that see rows of the same trajectories; None: none but this one
+
+    @staticmethod
+    def of(groups: Any, *, with_experts: bool) -> Layout:
+        """From Megatron-Core's ProcessGroupCollection; collective over all ranks for a model with experts."""
+        return Layout(
+            **{name: getattr(groups, name, None) for name in ("tp", "cp", "tp_cp", "pp", "dp_cp", "embd")},
+            experts=_expert_share(groups) if with_experts else None,
+        )
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return group_size(self.tp)
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank among them."""
+        return dist.get_rank(self.tp) if self.tp_size > 1 else 0
+
+    @property
+    def sharded(self) -> Share:
+        """A parameter of which every tensor-parallel rank holds another shard and all rows, as linear layers do."""
+        return Share(group=_shared(self.cp))
+
+    @property
+    def replicated(self) -> Share:
+        """A parameter that every tensor-parallel rank holds, with all rows."""
+        return Share(group=_shared(self.cp), counts=self.tp_rank == 0)
+
+    @property
+    def partial(self) -> Share:
+        """A parameter that every tensor-parallel rank holds, with other rows or other heads."""
+        return Share(group=_shared(self.tp_cp) if self.tp_size > 1 else _shared(self.cp))
+
+    @property
+    def expert(self) -> Share:
+        """A parameter of an expert."""
+        return Share(group=self.experts)
+
+
+def _expert_share(groups: Any) -> Any:
+    """The ranks that hold this rank's experts and see other rows of the same trajectories, where there are any.
+
+    Experts receive rows from the ranks of their tp_ep group, whose trajectories are those of their data-parallel
+    indices. Of the ranks with the same experts (expt_dp), those whose tp_ep groups have an index in common share
+    trajectories: where experts are split over fewer tensor-parallel ranks than the rest, or with context parallelism.
+    """
+    if group_size(groups.expt_dp) == 1:
+        return None
+    facts = torch.tensor(
+        [dist.get_process_group_ranks(group)[0] for group in (groups.tp_ep, groups.expt_dp)] + [groups.dp.rank()],
+        device=collective_device(),
+    )
+    table = torch.empty(dist.get_world_size() * 3, dtype=facts.dtype, device=facts.device)
+    dist.all_gather_into_tensor(table, facts)
+    rows = table.view(-1, 3).tolist()
+    indices: dict[int, set[int]] = {}  # tp_ep group -> data-parallel indices of its ranks
+    for tp_ep, _, dp in rows:
+        indices.setdefault(tp_ep, set()).add(dp)
+    sharing = share_classes([(rank, indices[rows[rank][0]]) for rank in dist.get_process_group_ranks(groups.expt_dp)])
+    mine = next(ranks for ranks in sharing if dist.get_rank() in ranks)
+    return dist.new_group(mine, use_local_synchronization=True) if len(mine) > 1 else None
+
+
+def share_classes(sources: list[tuple[int, set[int]]]) -> list[list[int]]:
+    """Ranks in classes such that ranks with an index in common are in one: [(rank, indices)] -> sorted ranks each."""
+    classes: list[tuple[list[int], set[int]]] = []
+    for rank, indices in sources:
+        joined, rest = ([rank], set(indices)), []
+        for ranks, known in classes:
+            if known & joined[1]:
+                joined = (ranks + joined[0], known | joined[1])
+            else:
+                rest.append((ranks, known))
+        classes = [*rest, joined]
+    return [sorted(ranks) for ranks, _ in classes]

@@ -1,0 +1,95 @@
+"""Whose a row of an activation matrix is, and how the ranks that share a trajectory bring its rows together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False, kw_only=True)
+class Rows:
+    """Owners of the rows of an activation matrix, known on the host so that a GPU need not be waited for."""
+
+    ids: Ids  # [t] trajectory of the minibatch, -1 for rows of none
+    device: torch.device
+    members: Ids = field(default_factory=lambda: np.zeros(0, np.int64))  # of the whole micro-batch, on all its ranks
+    _exchanges: dict[int, Exchange] = field(default_factory=dict)
+
+    @cached_property
+    def segments(self) -> list[tuple[int, slice | Tensor]]:
+        """(trajectory, its rows): a slice where they are contiguous, else an index."""
+        order = np.argsort(self.ids, kind="stable")
+        owners, starts = np.unique(self.ids[order], return_index=True)
+        found: list[tuple[int, slice | Tensor]] = []
+        for owner, rows in zip(owners.tolist(), np.split(order, starts[1:])):
+            if owner >= 0:
+                contiguous = rows[-1] - rows[0] == len(rows) - 1
+                index = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else self._on_device(rows)
+                found.append((owner, index))
+        return found
+
+    def part(self, rank: int, size: int) -> Rows:
+        """The contiguous slice that one of `size` sequence-parallel ranks holds."""
+        return Rows(ids=np.split(self.ids, size)[rank], device=self.device, members=self.members)
+
+    def coefficients(self, values: npt.NDArray[np.float64]) -> tuple[Tensor, Tensor | None]:
+        """Each row's value of its trajectory, and the rows to keep where some trajectory's value is 0 (else None).
+
+        Args:
+            values: [N] of the minibatch.
+
+        Returns:
+            [t'] fp64 for the rows kept (0 for rows of none), and [t'] indices.
+        """
+        of_rows = np.append(values, 0.0)[self.ids]
+        keep = (of_rows != 0.0) | (self.ids < 0)
+        if keep.all():
+            return self._on_device(of_rows), None
+        index = keep.nonzero()[0]
+        return self._on_device(of_rows[index]), self._on_device(index)
+
+    def exchange(self, group: Any) -> Exchange:
+        """The plan by which the ranks of `group` hand each trajectory's rows to one of them; made once per group."""
+        if id(group) not in self._exchanges:
+            self._exchanges[id(group)] = Exchange(self, group)
+        return self._exchanges[id(group)]
+
+    def _on_device(self, values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+class Exchange:
+    """Rows of trajectories that several ranks hold parts of, each trajectory's to its owner, index modulo ranks.
+
+    Only then is a norm the norm of the whole gradient. Sending rows costs t * (d_in + d_out) numbers a layer, where
+    summing the products would cost d_in * d_out for every trajectory; and the owners share the products' work.
+    """
+
+    def __init__(self, rows: Rows, group: Any) -> None:
+        self.group = group
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        owners = np.where(rows.ids >= 0, rows.ids % size, size)
+        order = np.argsort(owners, kind="stable")
+        send = np.bincount(owners, minlength=size + 1)[:size]
+        matrix = torch.empty(size * size, dtype=torch.int64, device=rows.device)
+        dist.all_gather_into_tensor(matrix, torch.from_numpy(send).to(rows.device), group=group)
+        self._send = [int(n) for n in send]
+        self._receive = [int(n) for n in matrix.view(size, size)[:, rank].tolist()]
+        self._order = torch.from_numpy(order[: sum(self._send)]).to(rows.device)
+        ids = self(torch.from_numpy(rows.ids).to(rows.device))
+        self.rows = Rows(ids=ids.cpu().numpy(), device=rows.device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """[t, ...] of this rank's rows as [t', ...] of the rows it owns; a collective of the group."""
+        out = values.new_empty(sum(self._receive), *values.shape[1:])
+        dist.all_to_all_single(out, values[self._order].contiguous(), self._receive, self._send, group=self.group)
+        return out

@@ -1,0 +1,117 @@
+"""Exact energies on one process, in fp64, against per-trajectory autograd; per kind of parameter and in total."""
+
+import pytest
+import torch
+
+from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.minibatch import PackingSettings
+from tests.oracle.energies import KINDS, measure, per_trajectory_energies
+from tests.oracle.layouts import VOCAB, trajectories
+from tests.oracle.single_process import single_process_megatron
+
+
+@pytest.fixture(scope="module")
+def groups():
+    with single_process_megatron() as collection:
+        yield collection
+
+
+# Fields of TransformerConfig, and what the model is built with.
+VARIANTS = {
+    "dense": {},
+    "tied": {"tied": True},
+    "layer-norm-and-biases": {
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "gated_linear_unit": False,
+        "activation_func": torch.nn.functional.gelu,
+        "tied": True,
+    },
+    "query-and-key-norms": {"qk_layernorm": True, "add_qkv_bias": True},
+    "full-recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "tied": True,
+    },
+    "experts": {"experts": 4},
+    "experts-tied": {"experts": 4, "tied": True, "qk_layernorm": True},
+    "shared-expert": {"experts": 4, "moe_shared_expert_intermediate_size": 16},
+    "experts-recomputed-with-auxiliary-losses": {
+        "experts": 4,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.5,
+        "moe_z_loss_coeff": 0.1,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def build(groups, variant, dtype=torch.float64):
+    """A GPTModel of two layers with norms away from 1 and biases away from 0."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from patches.cpu_packed_attention import PackedCoreAttention
+    from tests.oracle.tiny_gpt import Size, transformer_config
+
+    options = dict(VARIANTS[variant])
+    tied, experts = options.pop("tied", False), options.pop("experts", 0)
+    config = transformer_config(Size(experts=experts), dtype, **options)
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts or None,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+    )
+    spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    torch.manual_seed(0)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=64,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=tied,
+    ).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=generator).to(dtype))
+        else:
+            parameter.data.mul_(4.0)
+    return model
+
+
+def exact_energies(model, groups, **settings):
+    from megatron_vcpo.mcore.energies.exact import ExactEnergies
+
+    return ExactEnergies([model], groups, VCPOConfig(**settings), torch.device("cpu"))
+
+
+def worst_error(ours, expected):
+    """Largest relative error over trajectories with a gradient, of each kind and in total."""
+    alive = expected.sum(0) > 0
+    errors = {}
+    for kind, mine, theirs in [*zip(KINDS, ours, expected), ("total", ours.sum(0), expected.sum(0))]:
+        assert (mine[~alive] == 0).all()
+        if theirs.any():
+            errors[kind] = float(((mine - theirs).abs() / theirs.clamp_min(1e-300))[theirs > 0].max())
+        else:
+            assert not mine.any(), kind
+    return errors
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_energies_of_every_kind_of_parameter_equal_one_backward_per_trajectory(groups, variant):
+    model, batch = build(groups, variant), trajectories()
+    expected = per_trajectory_energies(model, batch, vocab_size=VOCAB)
+    energies = exact_energies(model, groups)
+    for budget in (400, 60):
+        found = measure(energies, batch, packing=PackingSettings(budget=budget), vocab_size=VOCAB)
+        errors = worst_error(energies.by_kind, expected)
+        print(variant, budget, {k: f"{v:.1e}" for k, v in errors.items()})
+        assert max(errors.values()) < 1e-12, errors
+        torch.testing.assert_close(found.energies, expected.sum(0), rtol=1e-12, atol=0)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
