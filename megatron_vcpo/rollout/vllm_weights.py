@@ -161,12 +161,15 @@ def _not_loaded(model: torch.nn.Module, config: Any) -> list[str]:
     Needed beside the search for NaN: CPU kernels keep linear weights packed out of sight, and a layer that got nothing
     silently goes on with its old ones.
     """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     waiting: list[tuple[str, set[int]]] = []
     loaded: set[int] = set()
     for name, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):
+            continue  # latent attention's own parameters are products of others, made when those have come
         info = get_layerwise_info(layer)
         kernel = info.kernel_tensors[0] if info.kernel_tensors else {}
         storages = {parameter.data_ptr() for parameter in kernel.values()}
