@@ -73,9 +73,12 @@ class RolloutEngine(Protocol):
         """Log-probs at temperature 1 of each sequence's tokens from prompt_lengths[i] on, [len - prompt_length]
         each."""
 
-    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
+    ) -> UpdateReport:
         """Replace all weights by the named tensors (Hugging Face names, full shapes), then reset the prefix cache once.
 
+        With `verify` the old values are spoiled first, and what the engine then holds is compared with what came.
         The producer may reuse a tensor's memory as soon as the next one is asked for. Any error leaves `version` None.
         """
 

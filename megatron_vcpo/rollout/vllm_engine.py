@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, GenerationResult, Sampling
+from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, GenerationResult, Sampling, UpdateReport
 from megatron_vcpo.rollout.process_state import EngineTurn
 from megatron_vcpo.rollout.trajectory import Float32Array
 from megatron_vcpo.rollout.vllm_weights import WeightLoader
@@ -74,18 +74,21 @@ class VLLMEngine:
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
+    ) -> UpdateReport:
         """See `RolloutEngine.update_weights`. Raises EngineError naming the tensor or the parameters left out."""
         llm = self._running()
         self.version = None
         with self._turn:
-            self._loader.load(weights)
+            report = self._loader.load(weights, verify=verify)
             if self._cache_may_hold_nan:
                 llm.collective_rpc(_zero_cache)
                 self._cache_may_hold_nan = False
             if not llm.reset_prefix_cache():
                 raise EngineError("vLLM could not reset its prefix cache after a weight update: a request is running.")
         self.version = version
+        return report
 
     # -- generation ------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
-"""New weights for a running in-process vLLM engine, through the one update path of vLLM that is right.
+"""New weights for a running in-process vLLM engine.
 
-`worker.reload_weights(weights_iterator=...)` puts each layer back into checkpoint layout, loads, processes it as at the
-first load and copies the result into the storage the kernels (and CUDA graphs) know. `model.load_weights` alone is
-silently wrong on layers whose layout changes after loading. vLLM streams: peak extra memory is one layer's tensors.
+The first set goes through the one update path of vLLM that is right: `worker.reload_weights(weights_iterator=...)` puts
+each layer back into checkpoint layout, loads, processes it as at the first load and copies the result into the storage
+the kernels (and CUDA graphs) know. (`model.load_weights` alone is silently wrong on layers whose layout changes after
+loading.) Where every element went is recorded, checked against the bits, and later sets are copied there directly
+(vllm_plan.py); what cannot be copied keeps going through vLLM's reload, layer by layer.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.rollout.engine import EngineError
+from megatron_vcpo.rollout.digests import digest
+from megatron_vcpo.rollout.engine import EngineError, UpdateReport
+from megatron_vcpo.rollout.vllm_audit import WeightAudit
+from megatron_vcpo.rollout.vllm_plan import CopyPlan
+from megatron_vcpo.rollout.vllm_recorder import CopyRecorder
 from patches import vllm_cpu_moe_reload, vllm_cpu_tied_head
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -30,38 +36,100 @@ class WeightLoader:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._names: frozenset[str] | None = None  # of the first complete set
+        self._plan: CopyPlan | None = None
+        self._proven = False  # whether an update by the plan was compared with what was sent
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights. Raises EngineError naming the tensor; the engine can take another set afterwards."""
-        first = self._names is None
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]], *, verify: bool = False) -> UpdateReport:
+        """Replace all weights. Raises EngineError naming the tensor; the engine can take another set afterwards.
+
+        With `verify` the old values are spoiled before, and what the engine holds is compared with what came; that is
+        always done at the first set that is copied.
+        """
+        if self._plan is not None and self._plan.is_stale:
+            self._plan, self._proven = None, False
+        plan = self._plan if self._plan is not None and self._plan.reason is None else None
+        spoil = verify or self._names is None or (plan is not None and not self._proven)
+        feed = _Feed(weights, refuse_nan=self._names is None, digests={} if verify else None)
+        recorder = CopyRecorder(self._on_model(_itself)) if self._plan is None else None
+        audit = WeightAudit(plan) if plan is not None and spoil else None
         incomplete: list[str] = []
-        feed = _Feed(weights, refuse_nan=first, at_end=lambda: incomplete.extend(self._on_model(_not_loaded)))
-        if first:
-            self._on_model(_fill_with_nan)
         try:
-            self._on_model(_before_reload)
-            with _uninitialized_memory_is_nan(first):
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(feed)})
-            self._on_model(_after_reload)
+            if plan is not None:
+                self._load_by_plan(plan, feed, audit, incomplete)
+            else:
+                self._load_by_vllm(feed, recorder, incomplete, spoil=spoil)
         except Exception as error:
             self._on_model(_abandon_reload)
-            if feed.producer_failed:
-                reason = "the trainer could not produce the next one"
-            else:
-                feed.drain()  # other ranks may be in the producer's collectives: leave none unmatched
-                reason = "vLLM could not load it"
-            where = feed.last or "(none yet)"
-            raise EngineError(
-                f"A weight update failed at tensor {where}: {reason}: {type(error).__name__}: {error}"
-            ) from error
+            raise self._explained(error, feed) from error
         if not feed.exhausted:
             feed.drain()
             raise EngineError(f"A weight update failed: vLLM stopped reading after tensor {feed.last}.")
-        if first:
+        if spoil:
             incomplete.extend(name for name in self._on_model(_parameters_with_nan) if name not in incomplete)
-        self._check_complete(frozenset(feed.names), incomplete)
+        self._check_complete(frozenset(feed.names), incomplete, audit)
+        if recorder is not None:
+            self._plan = CopyPlan(self._on_model(_itself), recorder.written, recorder.shapes)
+        assert self._plan is not None
+        reloaded = len(self._plan.reloaded if plan is not None else feed.names)
+        return UpdateReport(
+            copied=len(feed.names) - reloaded,
+            reloaded=reloaded,
+            received=feed.digests,
+            unreadable=tuple(self._plan.reloaded),
+        )
 
-    def _check_complete(self, names: frozenset[str], incomplete: list[str]) -> None:
+    def _load_by_vllm(self, feed: _Feed, recorder: CopyRecorder | None, incomplete: list[str], *, spoil: bool) -> None:
+        """Through vLLM's own reload of the whole model."""
+        if spoil:
+            self._on_model(_fill_with_nan)
+        self._on_model(_before_reload)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in feed:
+                yield name, _own(tensor, name, recorder)
+            incomplete.extend(self._on_model(_not_loaded))
+
+        with _uninitialized_memory_is_nan(spoil), recorder or contextlib.nullcontext():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
+        self._on_model(_after_reload)
+
+    def _load_by_plan(self, plan: CopyPlan, feed: _Feed, audit: WeightAudit | None, incomplete: list[str]) -> None:
+        """Straight to where the first set went; layers that were not recorded as copies are reloaded by vLLM."""
+        self._on_model(_before_reload)
+        if audit is not None:
+            for layer in plan.reloaded_layers:
+                _fill_with_nan(layer, None)
+            audit.scramble()
+        plan.begin()
+        through_loader = frozenset(plan.reloaded)
+
+        def others() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in feed:
+                if audit is not None:
+                    audit.note(name, tensor)
+                if name in through_loader or name not in plan.routes:
+                    yield name, _own(tensor, name, None)
+                elif (layer := plan.write(name, tensor)) is not None:
+                    if audit is not None:
+                        audit.packing(layer)
+                    plan.pack(layer)
+            incomplete.extend(self._on_model(_not_loaded))
+
+        with _uninitialized_memory_is_nan(audit is not None):
+            self._on_model(lambda model, config: _reload_layers(model, config, plan.reloaded_layers, others()))
+        incomplete.extend(plan.unwritten())
+        self._on_model(_after_reload)
+
+    def _explained(self, error: Exception, feed: _Feed) -> EngineError:
+        if feed.producer_failed:
+            reason = "the trainer could not produce the next one"
+        else:
+            feed.drain()  # other ranks may be in the producer's collectives: leave none unmatched
+            reason = "vLLM could not load it"
+        where = feed.last or "(none yet)"
+        return EngineError(f"A weight update failed at tensor {where}: {reason}: {type(error).__name__}: {error}")
+
+    def _check_complete(self, names: frozenset[str], incomplete: list[str], audit: WeightAudit | None) -> None:
         if incomplete:
             raise EngineError(
                 f"After a weight update these engine parameters were not written, or not in full: {_some(incomplete)}; "
@@ -74,24 +142,26 @@ class WeightLoader:
             raise EngineError(
                 f"A weight update differs from the first: missing {_some(missing)}; not expected {_some(extra)}."
             )
+        if audit is not None:
+            if wrong := audit.wrong():
+                raise EngineError(
+                    f"After a weight update these engine parameters do not hold what was sent: {_some(wrong)}."
+                )
+            self._proven = True
 
     def _on_model(self, function: Callable[[torch.nn.Module, Any], Any]) -> Any:
         return self._llm.collective_rpc(_call_on_model, args=(function,))[0]
 
 
 class _Feed:
-    """The producer's tensors, copied one by one, with a note of how far they got.
-
-    A copy is needed: vLLM keeps a fused layer's parts (q, k, v) until the last has come, and the producer may reuse a
-    tensor's memory as soon as the next one is asked for.
-    """
+    """The producer's tensors, one by one, with a note of how far they got."""
 
     def __init__(
-        self, weights: Iterator[tuple[str, torch.Tensor]], *, refuse_nan: bool, at_end: Callable[[], None]
+        self, weights: Iterator[tuple[str, torch.Tensor]], *, refuse_nan: bool, digests: dict[str, int] | None
     ) -> None:
         self._weights = weights
         self._refuse_nan = refuse_nan
-        self._at_end = at_end
+        self.digests = digests  # filled where it is not None
         self.names: set[str] = set()
         self.last: str | None = None
         self.exhausted = False
@@ -106,8 +176,9 @@ class _Feed:
             self.names.add(name)
             if self._refuse_nan and tensor.dtype in _FLOATS and bool(torch.isnan(tensor).any()):
                 raise ValueError("it holds NaN")
-            yield name, tensor.detach().clone()
-        self._at_end()
+            if self.digests is not None:
+                self.digests[name] = digest(tensor)
+            yield name, tensor.detach()
 
     def _next(self) -> tuple[str, torch.Tensor] | None:
         try:
@@ -125,8 +196,24 @@ class _Feed:
             pass
 
 
+def _own(tensor: torch.Tensor, name: str, recorder: CopyRecorder | None) -> torch.Tensor:
+    """A copy for vLLM, which keeps a fused layer's parts (q, k, v) until the last has come; the producer may reuse a
+    tensor's memory as soon as the next one is asked for."""
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    if recorder is not None:
+        recorder.expect(name, copy)
+    return copy
+
+
 def _call_on_model(worker: Any, function: Callable[[torch.nn.Module, Any], Any]) -> Any:
-    return function(worker.model_runner.get_model(), worker.model_runner.model_config)
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        return function(worker.model_runner.get_model(), worker.model_runner.model_config)
+
+
+def _itself(model: torch.nn.Module, config: Any) -> torch.nn.Module:
+    return model
 
 
 @contextlib.contextmanager
@@ -189,6 +276,31 @@ def _before_reload(model: torch.nn.Module, config: Any) -> None:
 
 def _after_reload(model: torch.nn.Module, config: Any) -> None:
     vllm_cpu_tied_head.repack_tied_heads(model)
+
+
+@torch.no_grad()
+def _reload_layers(
+    model: torch.nn.Module,
+    config: Any,
+    layers: list[torch.nn.Module],
+    weights: Iterator[tuple[str, torch.Tensor]],
+) -> None:
+    """What `reload_weights` does, for some layers; `weights` copies everything else on the way."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    for layer in layers:
+        initialize_layerwise_reload(layer)
+    if layers:
+        model.load_weights(weights)
+    for _ in weights:
+        pass
+    for layer in layers:
+        finalize_layerwise_reload(layer, config)
+    for layer in model.modules():
+        # latent attention keeps products of its projections; nothing to do for the others
+        if is_deferred_attention_layer(layer) and layer not in layers:
+            layer.process_weights_after_loading(config.dtype)
 
 
 def _abandon_reload(model: torch.nn.Module, config: Any) -> None:
