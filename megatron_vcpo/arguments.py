@@ -30,7 +30,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "rerun_mode": "disabled",
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "moe_token_dispatcher_type": "alltoall",  # the only one that takes variable lengths
+    "moe_token_dispatcher_type": "alltoall",  # micro-batches may differ in rows; for allgather all are padded alike
     "position_embedding_type": "rope",
     "hysteresis": 1,  # FP16: the trajectories of an overflow are tried again, which needs a lower loss scale at once
 }
@@ -132,12 +132,14 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
 
 def _data_parallel_size(args: argparse.Namespace) -> int:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if min(tensor, pipeline) < 1 or args.world_size % (tensor * pipeline):
+    context = args.context_parallel_size
+    if min(tensor, pipeline, context) < 1 or args.world_size % (tensor * pipeline * context):
         raise ConfigError(
             f"{args.world_size} processes do not divide into model-parallel groups of --tensor-model-parallel-size "
-            f"{tensor} x --pipeline-model-parallel-size {pipeline}; change one of the two or the number of processes."
+            f"{tensor} x --pipeline-model-parallel-size {pipeline} x --context-parallel-size {context}; change one of "
+            "them or the number of processes."
         )
-    return int(args.world_size // (tensor * pipeline))
+    return int(args.world_size // (tensor * pipeline * context))
 
 
 def _require_megatron_flags(args: argparse.Namespace) -> None:
@@ -148,7 +150,6 @@ def _require_megatron_flags(args: argparse.Namespace) -> None:
         ("rerun_mode", "disabled", "--rerun-mode"),
         ("hidden_dropout", 0.0, "--hidden-dropout"),
         ("attention_dropout", 0.0, "--attention-dropout"),
-        ("moe_token_dispatcher_type", "alltoall", "--moe-token-dispatcher-type"),
         ("eval_iters", 0, "--eval-iters"),
     )
     for name, value, flag in needed:
@@ -156,10 +157,14 @@ def _require_megatron_flags(args: argparse.Namespace) -> None:
         if actual != value:
             hint = " (evaluation is --rollout-eval-interval)" if name == "eval_iters" else ""
             raise ConfigError(f"{flag} must be {value}, not {actual}: drop the flag{hint}.")
-    if args.context_parallel_size > 1:
+    if args.moe_token_dispatcher_type not in ("alltoall", "allgather"):
         raise ConfigError(
-            "--context-parallel-size above 1 is not supported in this version; use tensor, pipeline or data "
-            "parallelism."
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is not tried with packed sequences; use "
+            "alltoall (the default here) or allgather."
+        )
+    if args.distributed_backend == "gloo" and not args.overlap_p2p_comm and _is_interleaved(args):
+        raise ConfigError(
+            "--no-overlap-p2p-communication with an interleaved pipeline gives wrong gradients over gloo; drop it."
         )
     if args.rampup_batch_size is not None:
         raise ConfigError("--rampup-batch-size cannot work: the batch is what the rollouts give; drop it.")
@@ -177,6 +182,14 @@ def _require_megatron_flags(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} ({meaning}) is required.")
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag} ({meaning}) must be a positive number, not {value}.")
+
+
+def _is_interleaved(args: argparse.Namespace) -> bool:
+    return (
+        args.num_layers_per_virtual_pipeline_stage is not None
+        or args.num_virtual_stages_per_pipeline_rank is not None
+        or "|" in str(args.pipeline_model_parallel_layout or "")
+    )
 
 
 def _resolve_lengths(args: argparse.Namespace, config: PluginConfig) -> None:
@@ -339,7 +352,8 @@ def finish(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> N
             validate_args(args, {})
     except (AssertionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"Megatron refuses these flags: {_reason(error)}.") from error
-    args.variable_seq_lengths = True  # validate_args sets it to False, and there is no flag
+    # validate_args sets it to False, and there is no flag. For allgather every micro-batch has the same rows instead.
+    args.variable_seq_lengths = not (args.num_experts and args.moe_token_dispatcher_type == "allgather")
     if not config.vcpo.dry_run:
         set_global_variables(args)
 

@@ -16,7 +16,7 @@ from megatron_vcpo.objective.corrections import CORRECTIONS
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MAX_RANKS_SHOWN = 32
-_RANK_COLUMNS = ("rank", "tp", "pp", "dp", "ep", "engine", "engine_tp")
+_RANK_COLUMNS = ("rank", "tp", "pp", "cp", "dp", "ep", "engine", "engine_tp")
 _WIDTH = 38
 
 
@@ -107,21 +107,22 @@ def _configuration(config: PluginConfig) -> str:
 
 
 def rank_rows(args: argparse.Namespace, config: PluginConfig) -> list[dict[str, int]]:
-    """One row for each process: rank, tp, pp, dp, ep, the engine it belongs to and its rank in the engine.
+    """One row for each process: rank, tp, pp, cp, dp, ep, the engine it belongs to and its rank in the engine.
 
     The generators are those of Megatron-Core's parallel_state.initialize_model_parallel().
     """
     from megatron.core.parallel_state import RankGenerator
 
     tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    cp = args.context_parallel_size
     order = "tp-cp-ep-dp-pp" if not args.use_tp_pp_dp_mapping else "tp-cp-ep-pp-dp"
     expert_tp = args.expert_tensor_parallel_size or tp
-    dense = RankGenerator(tp=tp, ep=1, dp=args.world_size // (tp * pp), pp=pp, cp=1, order=order)
+    dense = RankGenerator(tp=tp, ep=1, dp=args.world_size // (tp * pp * cp), pp=pp, cp=cp, order=order)
     expert_dp = args.world_size // (expert_tp * ep * pp)
     expert = RankGenerator(tp=expert_tp, ep=ep, dp=expert_dp, pp=pp, cp=1, order=order)
     engine = config.rollout.engine_tensor_parallel_size
     rows = [{"rank": rank, "engine": rank // engine, "engine_tp": rank % engine} for rank in range(args.world_size)]
-    for name, generator in (("tp", dense), ("pp", dense), ("dp", dense), ("ep", expert)):
+    for name, generator in (("tp", dense), ("pp", dense), ("cp", dense), ("dp", dense), ("ep", expert)):
         for group in generator.get_ranks(name):
             for place, rank in enumerate(group):
                 rows[rank][name] = place
@@ -219,7 +220,7 @@ def _activation_bytes(args: argparse.Namespace, config: PluginConfig) -> float:
     2, for an attention that keeps no scores.
     """
     tp = args.tensor_model_parallel_size
-    tokens = float(config.vcpo.tokens_per_micro_batch or args.seq_length)
+    tokens = float(config.vcpo.tokens_per_micro_batch or args.seq_length) / args.context_parallel_size
     width = 2 if args.bf16 or args.fp16 else 4
     ffn = args.ffn_hidden_size
     if args.num_experts:
@@ -233,7 +234,8 @@ def _activation_bytes(args: argparse.Namespace, config: PluginConfig) -> float:
 
 def _logit_bytes(args: argparse.Namespace, config: PluginConfig) -> float:
     """Logits of a chunk in the trainer's type, in fp32, and their gradient in fp32."""
-    tokens = config.vcpo.logit_chunk or config.vcpo.tokens_per_micro_batch or args.seq_length
+    tokens = float(config.vcpo.tokens_per_micro_batch or args.seq_length) / args.context_parallel_size
+    tokens = min(tokens, config.vcpo.logit_chunk or tokens)
     width = 2 if args.bf16 or args.fp16 else 4
     return float(tokens * args.padded_vocab_size / args.tensor_model_parallel_size * (width + 8))
 

@@ -210,7 +210,12 @@ CONTRADICTIONS = {
     "budget under a trajectory": (["--vcpo-tokens-per-micro-batch", "32"], "--vcpo-tokens-per-micro-batch 32"),
     "published too seldom": (["--sync-interval", "4", "--rollout-max-lag", "2"], "raise --rollout-max-lag"),
     "phase longer than the lag": (["--rollout-steps-per-phase", "3", "--rollout-max-lag", "1"], "--rollout-max-lag"),
-    "context parallelism": (["--context-parallel-size", "2"], "--context-parallel-size"),
+    "context parallelism on one process": (["--context-parallel-size", "2"], "x --context-parallel-size 2"),
+    "dispatcher for GPUs": (["--moe-token-dispatcher-type", "flex"], "use alltoall"),
+    "interleaving over gloo": (
+        ["--no-overlap-p2p-communication", "--num-layers-per-virtual-pipeline-stage", "1"],
+        "wrong gradients over gloo",
+    ),
     "dropout": (["--attention-dropout", "0.1"], "--attention-dropout must be 0.0"),
     "hidden dropout": (["--hidden-dropout", "0.1"], "--hidden-dropout must be 0.0"),
     "batch of its own": (["--global-batch-size", "8"], "= 16; drop it"),

@@ -34,7 +34,7 @@ LLAMA3_8B = {
 def arguments(**changes: Any) -> argparse.Namespace:
     """What the dry run reads of Megatron's arguments: a tiny dense model in fp32 on one process, and `changes`."""
     values: dict[str, Any] = {
-        "world_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+        "world_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None, "use_tp_pp_dp_mapping": False,
         "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
         "group_query_attention": True, "kv_channels": 8, "swiglu": True, "add_qkv_bias": False, "qk_layernorm": False,
@@ -69,19 +69,28 @@ def no_model_parallel_state() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_model_parallel_state")
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "ep", "expert_tp", "pp_first"),
+    ("world", "tp", "pp", "cp", "ep", "expert_tp", "pp_first"),
     [
-        (1, 1, 1, 1, None, False),
-        (8, 2, 2, 1, None, False),
-        (8, 4, 1, 1, None, False),
-        (8, 2, 1, 2, None, False),
-        (8, 2, 2, 2, 1, False),
-        (16, 2, 2, 4, 1, False),
-        (8, 2, 2, 1, None, True),
+        (1, 1, 1, 1, 1, None, False),
+        (8, 2, 2, 1, 1, None, False),
+        (8, 4, 1, 1, 1, None, False),
+        (8, 2, 1, 1, 2, None, False),
+        (8, 2, 2, 1, 2, 1, False),
+        (16, 2, 2, 1, 4, 1, False),
+        (8, 2, 2, 1, 1, None, True),
+        (16, 2, 2, 2, 1, None, False),
+        (8, 2, 1, 2, 4, 1, False),
     ],
 )
 def test_the_rank_map_is_that_of_megatrons_own_groups(
-    monkeypatch: pytest.MonkeyPatch, world: int, tp: int, pp: int, ep: int, expert_tp: int | None, pp_first: bool
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    tp: int,
+    pp: int,
+    cp: int,
+    ep: int,
+    expert_tp: int | None,
+    pp_first: bool,
 ) -> None:
     """initialize_model_parallel() runs once for each rank, with groups that only remember their ranks."""
     from megatron.core import parallel_state
@@ -95,19 +104,20 @@ def test_the_rank_map_is_that_of_megatrons_own_groups(
     monkeypatch.setattr(torch.distributed, "new_group", lambda ranks=None, **_: Group(ranks or range(world)))
     monkeypatch.setattr(parallel_state, "create_group", lambda ranks=None, **_: Group(ranks or range(world)))
     args = arguments(
-        world_size=world, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        world_size=world, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
         expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp, use_tp_pp_dp_mapping=pp_first,
     )  # fmt: skip
     rows = dry_run.rank_rows(args, plugin())
     for rank in range(world):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
-            tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp,
+            tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp,
             order="tp-cp-ep-pp-dp" if pp_first else "tp-cp-ep-dp-pp", create_gloo_process_groups=False,
         )  # fmt: skip
         groups = {
             "tp": parallel_state.get_tensor_model_parallel_group(),
             "pp": parallel_state.get_pipeline_model_parallel_group(),
+            "cp": parallel_state.get_context_parallel_group(),
             "dp": parallel_state.get_data_parallel_group(),
             "ep": parallel_state.get_expert_model_parallel_group(),
         }
@@ -198,6 +208,7 @@ def test_activations_grow_with_the_token_budget_and_shrink_with_parallelism_and_
     base = size()
     assert base == pytest.approx(32 * 4096 * 4096 * (18 + 4 * 3.5))  # layers, tokens, hidden size, table 2
     assert size(8192) == 2 * base
+    assert size(context_parallel_size=2) == base / 2
     tp = {"world_size": 2, "tensor_model_parallel_size": 2}
     assert size(**tp, sequence_parallel=True) == base / 2
     assert base / 2 < size(**tp) < base
@@ -229,7 +240,7 @@ def test_the_report_names_the_lag_the_batch_and_every_flag(tmp_path: Path, monke
     assert re.search(r"steps fed by one rollout phase +4 \(64 trajectories\)", text)
     assert re.search(r"age of the oldest token, at most +3 steps", text)
     assert "Rank map (4 processes, 4 engines of 1 rank)" in text
-    assert re.search(r"^ +3 +0 +0 +3 +0 +3 +0$", text, re.MULTILINE)
+    assert re.search(r"^ +3 +0 +0 +0 +3 +0 +3 +0$", text, re.MULTILINE)
     for prefix in ("vcpo", "rollout", "sync"):
         for name in vars(getattr(config, prefix)):
             assert f"--{prefix}-{name.replace('_', '-')} " in text

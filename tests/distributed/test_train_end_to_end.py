@@ -164,6 +164,7 @@ def test_three_steps_resumed_for_three_more_equal_six_to_the_bit(start, single):
             "--tensor-model-parallel-size 2 --sequence-parallel --rollout-engine-tensor-parallel-size 2",
         ),
         ("pipeline_parallel", "--pipeline-model-parallel-size 2"),
+        ("context_parallel", "--context-parallel-size 2"),
         (
             "data_parallel_with_distributed_optimizer_and_overlap",
             "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
