@@ -92,7 +92,7 @@ def _unpack_routes(columns: Mapping[str, np.ndarray[Any, Any]]) -> list[RouteArr
     for rows, end in zip(columns["route_rows"].tolist(), ends.tolist()):
         start = end - rows * layers * k * itemsize
         piece: RouteArray = columns["routed_experts"][start:end].view(dtype)
-        out.append(piece.reshape(rows, layers, k) if rows else None)  # type: ignore[arg-type]
+        out.append(piece.reshape(rows, layers, k) if rows else None)
     return out
 
 

@@ -18,7 +18,9 @@ from tqdm import tqdm
 
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, GenerationResult, Sampling, UpdateReport
 from megatron_vcpo.rollout.process_state import EngineTurn
+from megatron_vcpo.rollout.routes import RouteArray
 from megatron_vcpo.rollout.trajectory import Float32Array
+from megatron_vcpo.rollout.vllm_routes import VLLMRoutes, engine_flags
 from megatron_vcpo.rollout.vllm_weights import WeightLoader
 from patches import vllm_shutdown_process_group
 
@@ -48,6 +50,7 @@ class VLLMSettings:
     seed: int = 0  # of the engine; every request brings its own
     tokenizer_dir: str | None = None  # default: model_dir
     enforce_eager: bool | None = None  # default: on a CPU only; elsewhere CUDA graphs are captured
+    return_routes: bool = False  # responses come with the experts that served each token
 
 
 class VLLMEngine:
@@ -61,6 +64,7 @@ class VLLMEngine:
             raise EngineError(f"The engine's model folder {settings.model_dir} has no config.json; check the path.")
         self._turn = EngineTurn(_VARIABLES)
         self._llm: Any = None
+        self._routes: VLLMRoutes | None = None
         self._cache_may_hold_nan = False
         # vLLM creates the default process group where there is none; then it is ours to destroy.
         self._owns_process_group = not torch.distributed.is_initialized()
@@ -68,6 +72,8 @@ class VLLMEngine:
             with self._turn, self._as_engine_error(f"vLLM could not start with {settings.model_dir}"):
                 self._llm = _build(settings)
                 self._loader = WeightLoader(self._llm)
+                if settings.return_routes:
+                    self._routes = VLLMRoutes(self._llm, on_cpu=_on_cpu())
         except EngineError:
             self.shutdown()
             raise
@@ -116,12 +122,15 @@ class VLLMEngine:
             for request in requests
         ]
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
+        if self._routes is not None:
+            self._routes.begin()
         with self._turn, self._as_engine_error("vLLM failed while generating"):
             outputs = llm.generate(prompts, params, use_tqdm=_progress_bar if progress else False)
         if len(outputs) != len(requests):
             raise EngineError(f"vLLM returned {len(outputs)} responses to {len(requests)} requests.")
+        routes = self._routes.take(outputs) if self._routes is not None else [None] * len(outputs)
         with self._guarding_cache():
-            return [_result(number, output) for number, output in enumerate(outputs)]
+            return [_result(number, output, route) for number, (output, route) in enumerate(zip(outputs, routes))]
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
         """See `RolloutEngine.score`. The prefix cache is not read: it holds no log-probs."""
@@ -227,7 +236,6 @@ def _first_sentence(error: BaseException) -> str:
 
 def _build(settings: VLLMSettings) -> Any:
     from vllm import LLM
-    from vllm.platforms import current_platform
 
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if world % settings.tensor_parallel_size != 0:
@@ -235,7 +243,7 @@ def _build(settings: VLLMSettings) -> Any:
             f"An engine of {settings.tensor_parallel_size} tensor-parallel ranks cannot be cut out of {world} "
             "processes; --rollout-engine-tensor-parallel-size must divide their number."
         )
-    eager = current_platform.is_cpu() if settings.enforce_eager is None else settings.enforce_eager
+    eager = _on_cpu() if settings.enforce_eager is None else settings.enforce_eager
     return LLM(
         model=settings.model_dir,
         tokenizer=settings.tokenizer_dir or settings.model_dir,
@@ -251,7 +259,14 @@ def _build(settings: VLLMSettings) -> Any:
         enable_prefix_caching=True,
         enforce_eager=eager,
         seed=settings.seed,
+        **(engine_flags(_on_cpu()) if settings.return_routes else {}),
     )
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _sampling_params(**fields: Any) -> Any:
@@ -273,7 +288,7 @@ def _checked(name: str, logprobs: Sequence[float]) -> Float32Array:
     return np.minimum(values, np.float32(0.0))
 
 
-def _result(number: int, output: Any) -> GenerationResult:
+def _result(number: int, output: Any, routes: RouteArray | None = None) -> GenerationResult:
     completion = output.outputs[0]
     ids = np.asarray(completion.token_ids, dtype=np.int32)
     sampled = completion.logprobs.token_ids
@@ -286,6 +301,7 @@ def _result(number: int, output: Any) -> GenerationResult:
         logprobs=_checked(f"request {number}", completion.logprobs.logprobs),
         text=completion.text,
         truncated=completion.finish_reason == "length",
+        routed_experts=routes,
     )
 
 
