@@ -5,7 +5,7 @@ import torch
 
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.minibatch import PackingSettings
-from tests.oracle.energies import KINDS, measure, per_trajectory_energies
+from tests.oracle.energies import measure, per_trajectory_energies, worst_errors
 from tests.oracle.layouts import VOCAB, trajectories
 from tests.oracle.single_process import single_process_megatron
 
@@ -90,19 +90,6 @@ def exact_energies(model, groups, **settings):
     return ExactEnergies([model], groups, VCPOConfig(**settings), torch.device("cpu"))
 
 
-def worst_error(ours, expected):
-    """Largest relative error over trajectories with a gradient, of each kind and in total."""
-    alive = expected.sum(0) > 0
-    errors = {}
-    for kind, mine, theirs in [*zip(KINDS, ours, expected), ("total", ours.sum(0), expected.sum(0))]:
-        assert (mine[~alive] == 0).all()
-        if theirs.any():
-            errors[kind] = float(((mine - theirs).abs() / theirs.clamp_min(1e-300))[theirs > 0].max())
-        else:
-            assert not mine.any(), kind
-    return errors
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_energies_of_every_kind_of_parameter_equal_one_backward_per_trajectory(groups, variant):
     model, batch = build(groups, variant), trajectories()
@@ -110,8 +97,7 @@ def test_energies_of_every_kind_of_parameter_equal_one_backward_per_trajectory(g
     energies = exact_energies(model, groups)
     for budget in (400, 60):
         found = measure(energies, batch, packing=PackingSettings(budget=budget), vocab_size=VOCAB)
-        errors = worst_error(energies.by_kind, expected)
-        print(variant, budget, {k: f"{v:.1e}" for k, v in errors.items()})
+        errors = worst_errors(energies.by_kind, expected)
         assert max(errors.values()) < 1e-12, errors
         torch.testing.assert_close(found.energies, expected.sum(0), rtol=1e-12, atol=0)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())

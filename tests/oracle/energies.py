@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.context_parallel import gather_context_rows
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.minibatch import PackingSettings, build_minibatch
 from megatron_vcpo.rollout.trajectory import Trajectory
@@ -78,6 +79,8 @@ def measure(energies: Any, trajectories: Sequence[Trajectory], *, packing: Packi
     context = OutputContext(vocab_size=vocab_size, temperature=1.0, chunk=0, tp_group=energies.groups.tp)
 
     def loss(micro: Any, output: Any) -> Any:
+        if micro.context_rows is not None:
+            output = gather_context_rows(output, micro.context_rows, energies.groups.cp)
         return energies.loss(micro, output["logprobs"]), torch.tensor(micro.num_rows, dtype=torch.int), {}
 
     def forward_step(iterator: Any, model: Any) -> Any:
@@ -101,14 +104,27 @@ def measure(energies: Any, trajectories: Sequence[Trajectory], *, packing: Packi
             )
         return output, partial(loss, micro)
 
+    feeds = [iter(batch.micro_batches) for _ in energies.model]
+    length = batch.micro_batches[0].num_rows if packing.alignment.equal_rows else 64
     with energies.measuring_pass(len(trajectories)):
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batch.micro_batches),
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=energies.model,
             num_microbatches=len(batch.micro_batches),
-            seq_length=64,
+            seq_length=length,
+            decoder_seq_length=length,
             micro_batch_size=1,
             forward_only=False,
         )
         return energies.reduce()
+
+
+def worst_errors(ours: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """Largest relative error of [kinds, N] over trajectories with a gradient, of each kind and in total."""
+    errors = {}
+    for kind, mine, theirs in [*zip(KINDS, ours, expected), ("total", ours.sum(0), expected.sum(0))]:
+        assert not mine[theirs == 0].any(), kind
+        if theirs.any():
+            errors[kind] = float(((mine - theirs).abs() / theirs)[theirs > 0].max())
+    return errors

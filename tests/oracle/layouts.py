@@ -151,7 +151,7 @@ def _transformer_config(policy: Policy, layout: Layout) -> Any:
 
 def build(policy: Policy, layout: Layout) -> Trainer:
     """Parallel state, model, optimizer and step; a collective over all processes of the job."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -162,26 +162,19 @@ def build(policy: Policy, layout: Layout) -> Trainer:
     from megatron_vcpo.sync.gather import WeightGatherer
     from megatron_vcpo.sync.naming import ModelShape, family_by_name
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        layout.tp,
-        layout.pp,
-        layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=int(_DEADLINE.total_seconds() // 60),
-    )
+    _initialize_groups(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     config = _transformer_config(policy, layout)
     chunks = [_gpt_model(policy, layout, config, vp_stage) for vp_stage in range(layout.vpp or 1)]
+    if policy.dtype == torch.float64:
+        chunks = [chunk.double() for chunk in chunks]  # torch's norms know nothing of params_dtype
     family = family_by_name("qwen3_moe" if policy.moe else "qwen3")
     shape = ModelShape.from_megatron(
         config, vocab_size=VOCAB, padded_vocab_size=PADDED_VOCAB, tied_embeddings=policy.tied
     )
     _set_weights(chunks, family, shape, groups)
-    half = policy.dtype != torch.float32
+    half = policy.dtype in (torch.float16, torch.bfloat16)
     if half:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp = DistributedDataParallelConfig(
@@ -217,6 +210,31 @@ def build(policy: Policy, layout: Layout) -> Trainer:
     )
     gatherer = WeightGatherer(model, family, shape, groups, dtype=torch.float32)
     return Trainer(policy, layout, model, optimizer, scheduler, groups, step, gatherer)
+
+
+_groups_of: tuple[Any, ...] = ()
+
+
+def _initialize_groups(layout: Layout) -> None:
+    """Megatron's parallel state for the layout; connecting its forty groups takes a second, so they are kept."""
+    from megatron.core import parallel_state
+
+    global _groups_of
+    sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
+    if parallel_state.model_parallel_is_initialized():
+        if _groups_of == (sizes, parallel_state.get_data_parallel_group()):
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=int(_DEADLINE.total_seconds() // 60),
+    )
+    _groups_of = (sizes, parallel_state.get_data_parallel_group())
 
 
 def _gpt_model(policy: Policy, layout: Layout, config: Any, vp_stage: int) -> Any:

@@ -156,7 +156,7 @@ class ExactEnergies:
         return loss * 1.0  # the schedule may change its loss in place, where the hook would not see it
 
     def reduce(self) -> Measured:
-        """The pass's findings on every rank; collective over all of them, within the pass and after its last backward."""
+        """The pass's findings on every rank; collective over all, within the pass and after its last backward."""
         current = self._current()
         table = current.collector.reduce()
         columns = current.columns
