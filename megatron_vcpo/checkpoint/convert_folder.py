@@ -1,0 +1,178 @@
+"""PartialFolder: an output folder that appears under its name only when it is complete, and can be resumed.
+
+    out.partial/     while it is being written, with a journal of the files that are finished
+    out/             afterwards; conversion.json in it says what it was made from
+
+A killed conversion leaves only `out.partial`, which holds no file that would let it be loaded: those come last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_vcpo.checkpoint.errors import CheckpointError
+
+PROVENANCE = "conversion.json"
+_JOURNAL = "journal.jsonl"
+_FULL_DISK_BYTES = 1 << 20  # free space below which a failed write is the disk's fault
+
+
+@dataclass
+class PartFile:
+    """A file being written."""
+
+    path: Path  # a temporary name
+    record: Any = field(default=None)  # what to remember about it when the conversion is resumed
+
+
+class PartialFolder:
+    """The output of one conversion.
+
+    Args:
+        target: the folder to be made.
+        settings: what the output depends on (JSON); a partial folder of other settings is refused.
+        overwrite: replace a finished conversion at `target`, once the new one is complete.
+
+    Raises:
+        CheckpointError: something is in the way; one sentence says what.
+    """
+
+    def __init__(self, target: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
+        self.target = target.absolute()
+        self.path = self.target.with_name(self.target.name + ".partial")
+        self._settings = settings
+        self._refuse_target(overwrite)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._journal: IO[str] = (self.path / _JOURNAL).open("a+")
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be written: {error.strerror}.") from error
+        self._lock()
+        self.finished: dict[str, Any] = {}
+        self._resume()
+
+    def missing_bytes(self, sizes: dict[str, int]) -> int:
+        """Bytes of the planned files (name -> bytes) that are still to be written; CheckpointError on a small disk."""
+        needed = sum(size for name, size in sizes.items() if name not in self.finished)
+        free = shutil.disk_usage(self.path).free
+        if needed > free:
+            raise CheckpointError(
+                f"{self.path.parent} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB are still to be written."
+            )
+        return needed
+
+    @contextlib.contextmanager
+    def file(self, name: str) -> Iterator[PartFile]:
+        """Write one file under a temporary name; it gets its own, and a line in the journal, when it is on disk."""
+        final = self.path / name
+        final.parent.mkdir(parents=True, exist_ok=True)
+        part = PartFile(final.with_name(final.name + ".tmp"))
+        try:
+            yield part
+            _sync(part.path)
+            part.path.rename(final)
+            _sync(final.parent)
+            self._note({"file": name, "bytes": final.stat().st_size, "record": part.record})
+        except Exception as error:
+            part.path.unlink(missing_ok=True)
+            if not self._disk_is_full(error):
+                raise
+            raise CheckpointError(
+                f"The disk of {self.path} is full; free some space and give the same command again: it goes on after "
+                f"the {len(self.finished)} files that are finished."
+            ) from error
+        self.finished[name] = part.record
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file, again where it is there."""
+        with self.file(name) as part:
+            part.path.write_text(text)
+
+    def commit(self) -> None:
+        """Give the folder its name. Everything that makes it loadable has to be in it."""
+        self.write_text(PROVENANCE, json.dumps(self._settings, indent=2) + "\n")
+        old = self.target.with_name(self.target.name + ".old")
+        if self.target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            self.target.rename(old)
+        self.path.rename(self.target)
+        _sync(self.target.parent)
+        self._journal.close()
+        (self.target / _JOURNAL).unlink()
+        shutil.rmtree(old, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another process go on."""
+        self._journal.close()
+
+    def _refuse_target(self, overwrite: bool) -> None:
+        if not self.target.exists() or (self.target.is_dir() and not any(self.target.iterdir())):
+            return
+        if not overwrite:
+            raise CheckpointError(f"{self.target} exists already; choose another folder or give --overwrite.")
+        if not (self.target / PROVENANCE).is_file():
+            raise CheckpointError(
+                f"{self.target} was not written by a converter (it holds no {PROVENANCE}), and --overwrite removes "
+                "nothing else; remove it yourself or choose another folder."
+            )
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"Another process is writing {self.path} now; wait for it or end it.") from error
+
+    def _resume(self) -> None:
+        """Read the journal: the settings in its first line, then one line for each finished file."""
+        self._journal.seek(0)
+        text = self._journal.read()
+        # a line that a killed process began is no line
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        if not lines:
+            self._journal.truncate(0)
+            self._note({"settings": self._settings})
+            return
+        self._journal.truncate(len(text[: text.rfind("\n") + 1].encode()))
+        settings = lines[0].get("settings", {})
+        different = sorted(
+            key for key in settings.keys() | self._settings if settings.get(key) != self._settings.get(key)
+        )
+        if different:
+            raise CheckpointError(
+                f"{self.path} holds the beginning of a conversion with another {', '.join(different)}; remove that "
+                "folder to start again."
+            )
+        for line in lines[1:]:
+            path = self.path / line["file"]
+            if path.is_file() and path.stat().st_size == line["bytes"]:
+                self.finished[line["file"]] = line["record"]
+
+    def _note(self, line: dict[str, Any]) -> None:
+        self._journal.write(json.dumps(line) + "\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def _disk_is_full(self, error: Exception) -> bool:
+        """Writers in C++ lose the reason on the way; then the disk itself has to tell."""
+        if isinstance(error, CheckpointError):
+            return False
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return "No space left" in str(error) or shutil.disk_usage(self.path).free < _FULL_DISK_BYTES
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,223 @@
+"""Two kinds of checkpoint under one interface: parameters by the tables' specs, one at a time."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_vcpo.checkpoint.convert_entries import Entries, assemble, global_sizes
+from megatron_vcpo.checkpoint.convert_model import args_from_checkpoint, build_model, describe_args
+from megatron_vcpo.checkpoint.convert_read import TorchDistFolder, is_megatron
+from megatron_vcpo.checkpoint.description import ModelDescription, describe_hf
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.load_hf import check_names
+from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
+from megatron_vcpo.sync.naming import ParameterSpec, export_tensors, import_shard
+
+_TYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_RELEASE_BYTES = 64 << 20  # mapped pages of files that were read count as memory until the files are closed
+# What a run saves beside its model, and state of modules that holds no weights.
+_NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+\.|rng_state|rerun_state|common_state)|\._extra_state")
+
+
+class Source(ABC):
+    """A checkpoint's parameters, as Megatron holds them and as transformers does."""
+
+    path: Path
+    description: ModelDescription
+    padded_vocab_size: int
+
+    def __init__(self) -> None:
+        self.shape = self.description.shape(self.padded_vocab_size)
+        self.specs = self.description.family.parameters(self.shape)
+        self._spec_of = {name: spec for spec in self.specs for name, _ in spec.hf}
+        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+
+    @abstractmethod
+    def dtype(self, spec: ParameterSpec) -> torch.dtype:
+        """Type in which the parameter is stored (fp32 for fp64)."""
+
+    @abstractmethod
+    def parameter(self, spec: ParameterSpec) -> torch.Tensor:
+        """The whole parameter in Megatron's arrangement, in the type it is stored in."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells that the checkpoint is still the same one."""
+
+    @property
+    def names(self) -> list[str]:
+        """Hugging Face names, in the order of the table."""
+        return list(self._spec_of)
+
+    def hf_tensor(self, name: str) -> torch.Tensor:
+        """One tensor by its Hugging Face name."""
+        spec = self._spec_of[name]
+        if self._last[0] != spec.name:
+            self._last = ("", {})  # before the next one is read
+            self._last = (spec.name, dict(self.hf_tensors(spec)))
+        return self._last[1][name]
+
+    def hf_tensors(self, spec: ParameterSpec) -> Iterator[tuple[str, torch.Tensor]]:
+        """A parameter's tensors by their Hugging Face names."""
+        yield from export_tensors(spec, self.shape, self.parameter(spec).unsqueeze(0))
+
+
+class HuggingFaceSource(Source):
+    """config.json and safetensors files.
+
+    Raises:
+        CheckpointError: an unknown family, missing or unknown tensors, other shapes, quantized weights.
+    """
+
+    def __init__(self, folder: str | Path, padded_vocab_size: int | None = None) -> None:
+        self.path = Path(folder)
+        self.description = describe_hf(folder)
+        self.padded_vocab_size = padded_vocab_size or self.description.vocab_size
+        super().__init__()
+        self._files = SafetensorsFolder(folder)
+        self._unreleased = 0
+        check_names(self._files, self.specs, self.shape)
+
+    def dtype(self, spec: ParameterSpec) -> torch.dtype:
+        types = [_TYPES[self._files.slice(name).get_dtype()] for name, _ in spec.hf]
+        return types[0] if len(set(types)) == 1 else torch.float32
+
+    def parameter(self, spec: ParameterSpec) -> torch.Tensor:
+        tensor = import_shard(spec, self.shape, self._files.slice, 0, 1).to(self.dtype(spec))
+        self._unreleased += tensor.nbytes
+        if self._unreleased > _RELEASE_BYTES:
+            self._files.release()
+            self._unreleased = 0
+        return tensor
+
+    def hf_tensors(self, spec: ParameterSpec) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, _ in spec.hf:
+            yield name, self._files.slice(name)[:]
+
+    def fingerprint(self) -> dict[str, Any]:
+        files = sorted([*self.path.glob("*.safetensors"), self.path / "config.json"])
+        return {"source": str(self.path.absolute()), "files": [_identity(file) for file in files]}
+
+
+class MegatronSource(Source):
+    """A torch_dist checkpoint that training or the converter wrote, whatever layout it was saved from.
+
+    Call everything in `single_process`.
+
+    Args:
+        folder: what was given to --save, or the folder of one iteration.
+        step: the iteration, where not the latest.
+        vocab_size: true vocabulary, where the checkpoint's arguments do not know it.
+
+    Raises:
+        CheckpointError: no such checkpoint, no family for its model, tensors missing or left over.
+    """
+
+    def __init__(self, folder: str | Path, *, step: int | None = None, vocab_size: int | None = None) -> None:
+        self._folder = TorchDistFolder(folder, step)
+        self.path = self._folder.path
+        state = self._folder.common()
+        self.saved_args = state["args"]
+        self.args = args_from_checkpoint(state["args"])
+        vocab_size = vocab_size or self.args.vocab_size
+        if not vocab_size:
+            raise CheckpointError(
+                f"{self.path} does not know its true vocabulary, only the padded {self.args.padded_vocab_size}; "
+                "give --vocab-size."
+            )
+        self.description = describe_args(self.args, vocab_size)
+        self.padded_vocab_size = int(self.args.padded_vocab_size)
+        super().__init__()
+        stored = self._folder.tensors
+        self.metadata = {
+            "singleton_local_shards": bool((state.get("content_metadata") or {}).get("singleton_local_shards")),
+            # one key for each layer, or one global tensor for all of them
+            "non_homogeneous_layers": any(key.startswith("decoder.layers.0.") for key in stored),
+        }
+        self._entries = Entries.of(build_model(self.args, weights=False), self.specs, self.shape, self.metadata)
+        self._check_keys()
+
+    def dtype(self, spec: ParameterSpec) -> torch.dtype:
+        return self._folder.tensors[self._key(spec, self._entries.tensors[spec.name].key)].properties.dtype
+
+    def parameter(self, spec: ParameterSpec) -> torch.Tensor:
+        entry = self._entries.tensors[spec.name]
+        return assemble(
+            entry,
+            lambda piece: self._folder.read(self._key(spec, piece.key), piece.global_offset, global_sizes(piece)).view(
+                piece.local_shape
+            ),
+        )
+
+    def load_model(self) -> Any:
+        """The model with its weights, in fp32, loaded as training loads it: by Megatron's dist_checkpointing."""
+        from megatron.core import dist_checkpointing
+
+        model = build_model(self.args, weights=True)
+        state = {"model": model.sharded_state_dict(metadata=dict(self.metadata))}
+        model.load_state_dict(dist_checkpointing.load(state, str(self.path))["model"])
+        return model
+
+    def fingerprint(self) -> dict[str, Any]:
+        files = sorted([*self.path.glob("*.distcp"), self.path / ".metadata"])
+        return {"source": str(self.path.absolute()), "files": [_identity(file) for file in files]}
+
+    def _key(self, spec: ParameterSpec, key: str) -> str:
+        """The key in the checkpoint: the local layer spec's, or Transformer Engine's."""
+        if key in self._folder.tensors:
+            return key
+        return self._entries.twin_key(spec, key) or key
+
+    def _check_keys(self) -> None:
+        """Every parameter is stored, and nothing is stored that the table does not know."""
+        known, missing = set(), []
+        for spec in self.specs:
+            key = self._entries.tensors[spec.name].key
+            found = self._key(spec, key)
+            known |= {key, found, self._entries.twin_key(spec, key)}
+            if found not in self._folder.tensors:
+                missing.append(found)
+        unknown = [key for key in self._folder.tensors if key not in known and not _NOT_WEIGHTS.search(key)]
+        problems = [f"it lacks {_some(missing)}"] if missing else []
+        problems += [f"it also holds {_some(unknown)}"] if unknown else []
+        if problems:
+            raise CheckpointError(
+                f"{self.path} does not hold a {self.description.family.name} model: {'; '.join(problems)}."
+            )
+
+
+def open_source(folder: str | Path, *, step: int | None = None, vocab_size: int | None = None) -> Source:
+    """The checkpoint in a folder, of either kind. Call it in `single_process`."""
+    if is_megatron(folder):
+        return MegatronSource(folder, step=step, vocab_size=vocab_size)
+    return HuggingFaceSource(folder)
+
+
+def convert(tensor: torch.Tensor, dtype: torch.dtype, name: str, path: Path) -> torch.Tensor:
+    """The tensor in another type; CheckpointError with its name where a value does not fit or is not finite."""
+    converted = tensor.to(dtype)
+    if bool(torch.isfinite(converted).all()):
+        return converted
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{name} of {path} holds values that are not finite; the checkpoint is damaged.")
+    largest = tensor.abs().max().item()
+    raise CheckpointError(
+        f"{name} of {path} holds {largest:g}, more than {dtype} can ({torch.finfo(dtype).max:g}); use --dtype bf16 "
+        "or fp32."
+    )
+
+
+def _identity(file: Path) -> list[Any]:
+    status = file.stat()
+    return [file.name, status.st_size, status.st_mtime_ns]
+
+
+def _some(names: list[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
