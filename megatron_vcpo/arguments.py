@@ -16,6 +16,7 @@ from typing import Any
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_vcpo.config import ConfigError, PluginConfig, RolloutConfig, SyncConfig, VCPOConfig
+from megatron_vcpo.mcore.router_replay import refuse_unreplayable
 from patches import megatron_cpu, megatron_help_percent
 
 _GROUPS: dict[str, type] = {"vcpo": VCPOConfig, "rollout": RolloutConfig, "sync": SyncConfig}
@@ -125,6 +126,7 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
         )
     if config.vcpo.phase_deadline is None:
         config.vcpo.phase_deadline = 0.9 * 60.0 * args.distributed_timeout_minutes
+    _check_routers(args, config)
     _resolve_lengths(args, config)
     _resolve_staleness(config)
     _resolve_files(args, config)
@@ -182,6 +184,21 @@ def _require_megatron_flags(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} ({meaning}) is required.")
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag} ({meaning}) must be a positive number, not {value}.")
+
+
+def _check_routers(args: argparse.Namespace, config: PluginConfig) -> None:
+    asked = {
+        f"--rollout-router-replay {config.rollout.router_replay}": config.rollout.router_replay != "off",
+        "--vcpo-freeze-router": config.vcpo.freeze_router,
+        "--vcpo-freeze-expert-bias": config.vcpo.freeze_expert_bias,
+    }
+    for flag, present in asked.items():
+        if present and not args.num_experts:
+            raise ConfigError(f"{flag} needs a mixture of experts (--num-experts); drop it for a dense model.")
+    if config.vcpo.freeze_expert_bias and not args.moe_router_enable_expert_bias:
+        raise ConfigError("--vcpo-freeze-expert-bias needs --moe-router-enable-expert-bias; drop it.")
+    if config.rollout.router_replay != "off":
+        refuse_unreplayable(args)
 
 
 def _is_interleaved(args: argparse.Namespace) -> bool:

@@ -132,6 +132,12 @@ class VCPOConfig:
 
     dry_run: bool = False
     """Check every flag, print the resolved configuration, rank map and memory estimate, start nothing, exit 0."""
+    freeze_router: bool = False
+    """Train everything but the routers of a mixture of experts."""
+
+    freeze_expert_bias: bool = False
+    """Leave the expert biases of auxiliary-loss-free balancing (--moe-router-enable-expert-bias) as they are loaded."""
+
 
     dry_run_processes: int | None = None
     """Processes that the dry run checks for. Default: those of this launch."""
@@ -283,6 +289,10 @@ class RolloutConfig:
     def phase_steps(self, sync_interval: int) -> int:
         """Optimizer steps that one rollout phase feeds."""
         if self.steps_per_phase is not None:
+    router_replay: Literal["off", "rollout", "training"] = "off"
+    """Experts that serve a rollout's tokens in training: the router's own choice (off), those that served them in the
+    engine (rollout, known as R3), or those the trainer chose when the trajectories arrived (training, R2)."""
+
             return self.steps_per_phase
         return self.max_lag + 1 if sync_interval == 1 else 1
 

@@ -23,6 +23,8 @@ from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
 from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.mcore.reference import ReferencePolicy
+from megatron_vcpo.mcore.router_replay import RouterReplay
+from megatron_vcpo.mcore.router_state import freeze_routers
 from megatron_vcpo.model import model_description, padded_vocab_size
 from megatron_vcpo.optim import EssParamScheduler, EssSettings
 from megatron_vcpo.preflight import Inputs
@@ -90,6 +92,8 @@ class MegatronPlugin:
         model_config.finalize_model_grads_func = functools.partial(self._finalize, finalize_model_grads)
         if self.args.transformer_impl == "local":
             model_config.transformer_layer_spec = packed_local_spec
+        if self.config.vcpo.freeze_router or self.config.vcpo.freeze_expert_bias:
+            model_config.pre_wrap_hooks.append(self._freeze)
         if self.config.vcpo.load_hf is not None:
             model_config.pre_wrap_hooks.append(self._load_hf)
 
@@ -124,6 +128,11 @@ class MegatronPlugin:
         shape = description.shape(padded_vocab_size(model_chunks, description.tied_embeddings))
         groups = ProcessGroupCollection.use_mpu_process_groups()
         load_hf_checkpoint(model_chunks, description.family, shape, str(self.config.vcpo.load_hf), groups)
+        return model_chunks
+
+    def _freeze(self, model_chunks: list[nn.Module]) -> list[nn.Module]:
+        vcpo = self.config.vcpo
+        freeze_routers(model_chunks, weights=vcpo.freeze_router, expert_bias=vcpo.freeze_expert_bias)
         return model_chunks
 
     # ------------------------------------------------------------------ one iteration
@@ -197,6 +206,8 @@ class MegatronPlugin:
             device=collective_device(),
         )
         guard_optimizer(optimizer, self.step)
+        if self.config.rollout.router_replay != "off":
+            self.step.replay = RouterReplay(model, self.flow.groups)
         if self.config.vcpo.kl_coefficient > 0.0:
             self.step.reference = ReferencePolicy(model)
             if self.args.iteration > 0:

@@ -22,6 +22,7 @@ from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.model import model_description, padded_vocab_size
 from megatron_vcpo.observability.samples import SamplesLog
 from megatron_vcpo.preflight import Inputs, environment_arguments
+from megatron_vcpo.replay_flow import mismatch_with_and_without, with_trainer_routes
 from megatron_vcpo.rollout.buffer import TrajectoryBuffer
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
 from megatron_vcpo.rollout.engine import RolloutEngine
@@ -131,6 +132,7 @@ class RolloutFlow(BaseFlow):
             max_sequences=rollout.engine_max_sequences,
             tensor_parallel_size=rollout.engine_tensor_parallel_size,
             seed=int(rollout.seed or 0),
+            return_routes=rollout.router_replay == "rollout",
         )
         engine = VLLMEngine(settings)
         if megatron_cpu.active():
@@ -187,6 +189,17 @@ class RolloutFlow(BaseFlow):
             if number:
                 self.count(f"rejected_{kind}", number)
         self.counters["skipped_prompts"] = float(self.sampler.skipped)
+        if self.config.rollout.router_replay == "training":
+            phases.enter("record routes")
+            with self.timer("record_routes"):
+                phase.minibatches = with_trainer_routes(
+                    phase.minibatches,
+                    step=step,
+                    model=model,
+                    forward_backward=forward_backward,
+                    num_experts=int(self.args.num_experts),
+                    device=self.device,
+                )
         refused = self.buffer.add(phase.minibatches)
         self.count("refused_unfit", len(refused))
         for sentence in refused[:3]:
@@ -267,6 +280,10 @@ class RolloutFlow(BaseFlow):
             except SyncError as error:
                 failure = error
         raise_together(failure)
+        if self.config.rollout.router_replay == "rollout":
+            self._extra |= mismatch_with_and_without(
+                ours, probe, step=step, model=model, forward_backward=forward_backward, device=self.device
+            )
         self._verified = True
 
     # ------------------------------------------------------------------ state

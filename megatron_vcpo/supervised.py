@@ -99,6 +99,7 @@ def adjust(config: PluginConfig) -> None:
     config.vcpo.reward_normalization = "none"
     config.vcpo.kl_coefficient = 0.0
     config.rollout.eval_interval = 0
+    config.rollout.router_replay = "off"
 
 
 def main() -> None:

@@ -218,6 +218,23 @@ CONTRADICTIONS = {
     ),
     "dropout": (["--attention-dropout", "0.1"], "--attention-dropout must be 0.0"),
     "hidden dropout": (["--hidden-dropout", "0.1"], "--hidden-dropout must be 0.0"),
+    "replay without experts": (
+        ["--rollout-router-replay", "rollout"],
+        "--rollout-router-replay rollout needs a mixture",
+    ),
+    "frozen router without experts": (["--vcpo-freeze-router"], "--vcpo-freeze-router needs a mixture"),
+    "frozen bias without a bias": (
+        ["--num-experts", "4", "--vcpo-freeze-expert-bias"],
+        "needs --moe-router-enable-expert-bias",
+    ),
+    "replay past the router": (
+        ["--num-experts", "4", "--rollout-router-replay", "training", "--moe-router-fusion"],
+        "--rollout-router-replay does not go with --moe-router-fusion",
+    ),
+    "replay of dropped tokens": (
+        ["--num-experts", "4", "--rollout-router-replay", "rollout", "--moe-expert-capacity-factor", "1.0"],
+        "--rollout-router-replay does not go with --moe-expert-capacity-factor",
+    ),
     "batch of its own": (["--global-batch-size", "8"], "= 16; drop it"),
     "micro-batches of its own": (["--micro-batch-size", "2"], "--micro-batch-size must be 1"),
     "Megatron's evaluation": (["--eval-iters", "3"], "--rollout-eval-interval"),

@@ -45,6 +45,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "rollout_engine_max_sequences",
     ),
     "Weight sync": ("sync_verify", "sync_verify_tolerance", "sync_bucket_bytes"),
+    "Mixture of experts": ("rollout_router_replay", "vcpo_freeze_router", "vcpo_freeze_expert_bias"),
     "Evaluation": (
         *("rollout_eval_interval", "rollout_eval_prompts", "rollout_eval_num_prompts", "rollout_eval_samples"),
         "rollout_eval_temperature",
