@@ -19,6 +19,7 @@ from megatron_vcpo import phases
 from megatron_vcpo.api import guard_optimizer, packing_settings
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.flow import BaseFlow
+from megatron_vcpo.mcore.energies.ways import exact_energies
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
 from megatron_vcpo.mcore.reductions import collective_device
@@ -30,7 +31,7 @@ from megatron_vcpo.optim import EssParamScheduler, EssSettings
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
 from megatron_vcpo.watchdog import Watchdog
-from patches import cpu_packed_attention
+from patches import cpu_packed_attention, mla_direct_query
 
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
 
@@ -90,12 +91,14 @@ class MegatronPlugin:
         # gpt_config_from_args() of 0.19.2 forgets it and leaves 8; short sequences hardly show the error.
         model_config.rope_scaling_factor = self.args.rope_scaling_factor
         model_config.finalize_model_grads_func = functools.partial(self._finalize, finalize_model_grads)
+        mla_direct_query.apply()
         if self.args.transformer_impl == "local":
             model_config.transformer_layer_spec = packed_local_spec
         if self.config.vcpo.freeze_router or self.config.vcpo.freeze_expert_bias:
             model_config.pre_wrap_hooks.append(self._freeze)
         if self.config.vcpo.load_hf is not None:
-            model_config.pre_wrap_hooks.append(self._load_hf)
+            # After wrapping: Float16Module rounds the router's bias, which Megatron keeps in fp32.
+            model_config.post_wrap_hooks.append(self._load_hf)
 
     def data_provider(self, _num_samples: Any, vp_stage: int | None = None) -> tuple[TrajectoryFeed, None, None]:
         """Megatron's dataset provider; runs after the checkpoint is loaded, once for each model chunk."""
@@ -114,8 +117,9 @@ class MegatronPlugin:
 
     def _finalize(self, stock: Callable[..., None], model: list[Any], *args: Any, **kwargs: Any) -> None:
         phases.enter("reduce gradients and statistics")
-        stock(model, *args, **kwargs)
         assert self.step is not None
+        self.step.settle(model)
+        stock(model, *args, **kwargs)
         self.step.finalize(model)
         phases.enter("update parameters")
 
@@ -206,6 +210,7 @@ class MegatronPlugin:
             device=collective_device(),
         )
         guard_optimizer(optimizer, self.step)
+        self.step.energies = exact_energies(model, self.flow.groups, self.config.vcpo, collective_device())
         if self.config.rollout.router_replay != "off":
             self.step.replay = RouterReplay(model, self.flow.groups)
         if self.config.vcpo.kl_coefficient > 0.0:

@@ -168,8 +168,15 @@ def _mixtral_experts(config: Any) -> dict[str, Any]:
 
 def _deepseek(config: Any) -> dict[str, Any]:
     grouped = config.n_group not in (None, 1) and getattr(config, "topk_method", None) != "greedy"
+    latent = LatentSizes(
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_head_dim=config.qk_nope_head_dim,
+        qk_pos_emb_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+    )
     return {
-        "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "head_dim": latent.query_head_dim,
         "num_experts": config.n_routed_experts,
         "experts_per_token": config.num_experts_per_tok,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -178,13 +185,7 @@ def _deepseek(config: Any) -> dict[str, Any]:
         "shared_ffn_hidden_size": config.moe_intermediate_size * config.n_shared_experts,
         "expert_groups": ExpertGroups(number=config.n_group, chosen=config.topk_group) if grouped else None,
         "routed_scaling_factor": float(config.routed_scaling_factor),
-        "latent": LatentSizes(
-            q_lora_rank=config.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
-            qk_head_dim=config.qk_nope_head_dim,
-            qk_pos_emb_head_dim=config.qk_rope_head_dim,
-            v_head_dim=config.v_head_dim,
-        ),
+        "latent": latent,
         "yarn": _yarn(config.rope_parameters),
     }
 

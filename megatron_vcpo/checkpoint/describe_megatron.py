@@ -33,14 +33,13 @@ def describe_megatron(config: Any, facts: ModelFacts) -> ModelDescription:
         )
     except NamingError as error:
         raise CheckpointError(str(error)) from error
-    latent = shape.latent
     return ModelDescription(
         family=family_by_name(name),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_heads=shape.num_heads,
         num_query_groups=shape.num_query_groups,
-        head_dim=latent.qk_head_dim + latent.qk_pos_emb_head_dim if latent else shape.head_dim,
+        head_dim=shape.head_dim,
         # Mixtral has no layer without experts, so the size of one means nothing
         ffn_hidden_size=shape.moe_ffn_hidden_size if name == "mixtral" else shape.ffn_hidden_size,
         vocab_size=facts.vocab_size,
@@ -49,8 +48,8 @@ def describe_megatron(config: Any, facts: ModelFacts) -> ModelDescription:
         rotary_base=facts.rotary_base,
         rope_scaling_factor=facts.rope_scaling_factor,
         max_position_embeddings=facts.max_position_embeddings,
-        latent=latent,
-        yarn=_yarn(config) if latent else None,
+        latent=shape.latent,
+        yarn=_yarn(config) if shape.latent else None,
         **(_experts(config, shape) if shape.num_experts else {}),
     )
 

@@ -18,6 +18,7 @@ from megatron_vcpo.sync.naming.families import EMBEDDING, OUTPUT_LAYER
 
 # Old checkpoints store this buffer, which follows from the configuration.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"^(model\.layers\.(\d+))\.")
 _EMBED_TOKENS, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -30,7 +31,8 @@ def load_hf_checkpoint(
 ) -> int:
     """Copy a checkpoint into the parameters, in place, converted to their type; returns the parameters filled here.
 
-    Call it on every rank, before the optimizer copies its main parameters. Rows past the checkpoint's vocabulary
+    Call it on every rank, before the optimizer copies its main parameters, and after Float16Module, which would round
+    the router's bias. Rows past the checkpoint's vocabulary
     become zero. Nothing is written unless every name and shape agrees.
 
     Args:
@@ -67,7 +69,14 @@ def check_names(source: SafetensorsFolder, specs: Sequence[ParameterSpec], shape
     problems = []
     if missing := [name for name in expected if name not in names]:
         problems.append(f"it lacks {', '.join(missing)}")
-    if unknown := sorted(names - set(expected)):
+    further = {name: m[1] for name in names if (m := _LAYER.match(name)) and int(m[2]) >= shape.num_layers}
+    if further:
+        layers = ", ".join(sorted(set(further.values())))
+        problems.append(
+            f"it holds {layers} beyond the {shape.num_layers} layers of the model: multi-token-prediction layers, "
+            "which are not trained here; leave their tensors out of the checkpoint"
+        )
+    if unknown := sorted(names - set(expected) - set(further)):
         problems.append(f"it also holds {', '.join(unknown)}")
     for name in sorted(names & set(expected)):
         if source.shape(name) != expected[name]:

@@ -18,7 +18,7 @@ from megatron_vcpo.checkpoint.hf_config import (
     megatron_flags_for,
     write_engine_model_dir,
 )
-from megatron_vcpo.checkpoint.rotary import check_rotary, rotary_frequencies
+from megatron_vcpo.checkpoint.rotary import check_rotary, rotary_frequencies, yarn_scales
 from tests.oracle.model_pairs import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 LLAMA3 = {
@@ -29,6 +29,17 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "rope_theta": 5000.0,
 }
+
+
+V3_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 5000.0,
+}
+LONG = {"qk_pos_emb_head_dim": 64}  # enough dimensions for YaRN to slow some down
 
 
 def facts(**changes: Any) -> ModelFacts:
@@ -113,6 +124,121 @@ def test_what_megatron_would_compute_differently_is_refused(change: dict[str, An
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(CheckpointError, match=named):
         describe_hf(tmp_path)
+
+
+DEEPSEEK_FOREIGN: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral", {"sliding_window": 64}, "sliding_window"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}, "group_limited_greedy"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func sigmoid"),
+    ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+    ("deepseek_v2", {"first_k_dense_replace": 2}, "no layer with experts"),
+    ("deepseek_v3", {"topk_group": 4}, "topk_group"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob false"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method greedy"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
+    ("deepseek_v3", {"rope_parameters": LLAMA3}, "rope_type llama3"),
+]
+for _key, _value in {
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 16,
+    "truncate": False,
+    "attention_factor": 1.0,
+    "mscale": 0.0,
+}.items():
+    DEEPSEEK_FOREIGN.append(("deepseek_v3", {"rope_parameters": {**V3_ROPE, _key: _value}}, _key))
+
+
+@pytest.mark.parametrize(("name", "change", "named"), DEEPSEEK_FOREIGN)
+def test_routings_and_scalings_that_megatron_lacks_are_refused(
+    name: str, change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    save_hf_model(tmp_path, name, tied=False)
+    describe_hf(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=named):
+        describe_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("mixtral", {"moe_layer_freq": [0, 1]}, "--moe-layer-freq 1"),
+        ("mixtral", {"moe_router_pre_softmax": True}, "no --moe-router-pre-softmax"),
+        ("mixtral", {"moe_shared_expert_intermediate_size": 8}, "no --moe-shared-expert-intermediate-size"),
+        ("mixtral", {"moe_router_topk_scaling_factor": 2.0}, "no --moe-router-topk-scaling-factor"),
+        ("deepseek_v2", {"moe_router_pre_softmax": False}, "--moe-router-pre-softmax"),
+        ("deepseek_v2", {"moe_layer_freq": [1, 0]}, "layers without experts first"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "layers without experts first"),
+        ("deepseek_v2", {"moe_router_num_groups": 2, "moe_router_group_topk": 1}, "--moe-router-topk / 1"),
+        ("deepseek_v2", {"qk_layernorm": False}, "--qk-layernorm"),
+        ("deepseek_v2", {"mscale_all_dim": 1.0}, "no --mscale-all-dim"),
+        ("deepseek_v3", {"moe_router_group_topk": 1}, "--moe-router-topk / 2"),
+        ("deepseek_v3", {"moe_router_enable_expert_bias": False}, "--moe-router-enable-expert-bias"),
+        ("deepseek_v3", {"moe_shared_expert_intermediate_size": None}, "--moe-shared-expert-intermediate-size"),
+        ("deepseek_v3", {"moe_shared_expert_intermediate_size": 25}, "a multiple of --moe-ffn-hidden-size"),
+        ("deepseek_v3", {"beta_fast": 16}, "beta_fast 32"),
+        ("deepseek_v3", {"mscale_all_dim": 0.0}, "--mscale 1.0"),
+        ("deepseek_v3", {"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ("deepseek_v3", {"mla_down_proj_fusion": True}, "--mla-down-proj-fusion"),
+    ],
+)
+def test_megatron_models_that_no_config_can_describe_are_refused(name: str, change: dict[str, Any], named: str) -> None:
+    about = facts(tied_embeddings=False)
+    describe_megatron(transformer_config(name), about)
+    with pytest.raises(CheckpointError) as caught:
+        describe_megatron(transformer_config(name, **change), about)
+    assert named in str(caught.value)
+
+
+def test_fields_of_a_deepseek_that_disagree_are_listed_with_their_flags(tmp_path: Path) -> None:
+    save_hf_model(tmp_path, "deepseek_v3", tied=False)
+    config = transformer_config(
+        "deepseek_v3",
+        q_lora_rank=None,
+        moe_router_num_groups=2,
+        moe_router_topk_scaling_factor=1.0,
+        rotary_scaling_factor=40.0,
+        moe_layer_freq=1,
+        moe_shared_expert_intermediate_size=48,
+    )
+    with pytest.raises(CheckpointError) as caught:
+        check_config_matches(tmp_path, config, facts(tied_embeddings=False))
+    for flag in (
+        "--q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6",
+        "--moe-router-num-groups 4 --moe-router-group-topk 2",
+        "--moe-router-topk-scaling-factor 2.5",
+        "--rotary-scaling-factor 4.0 --mscale 0.7 --mscale-all-dim 1.3",
+        "--moe-layer-freq [0,1]",
+        "--moe-shared-expert-intermediate-size 24",
+    ):
+        assert flag in str(caught.value)
+
+
+def test_yarns_frequencies_and_scales_are_those_of_transformers(tmp_path: Path) -> None:
+    sizes = {"qk_rope_head_dim": 64, "rope_parameters": {**V3_ROPE, "factor": 40.0, "rope_theta": 10000.0}}
+    model = save_hf_model(tmp_path, "deepseek_v3", tied=False, **sizes)
+    about = describe_hf(tmp_path)
+    rotary = model.model.rotary_emb
+    torch.testing.assert_close(rotary_frequencies(about), rotary.inv_freq.double(), rtol=1e-6, atol=0)
+    scale, softmax = yarn_scales(about.yarn)
+    assert scale == pytest.approx(rotary.attention_scaling)
+    assert softmax / about.head_dim**0.5 == pytest.approx(model.model.layers[0].self_attn.scaling)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rotary_base": 10000}, {"rotary_scaling_factor": 8.0}, {"mscale": 1.0}, {"mscale_all_dim": 1.0}]
+)
+def test_a_built_latent_attention_with_other_angles_or_scales_is_refused(
+    change: dict[str, Any], megatron_groups: Any
+) -> None:
+    about = facts(tied_embeddings=False)
+    right = describe_megatron(transformer_config("deepseek_v3", **LONG), about)
+    check_rotary(gpt_models(transformer_config("deepseek_v3", **LONG), tied=False), right)
+    with pytest.raises(CheckpointError, match="--rotary-scaling-factor"):
+        check_rotary(gpt_models(transformer_config("deepseek_v3", **(LONG | change)), tied=False), right)
 
 
 def test_a_folder_without_a_config_or_with_a_broken_one_gives_one_sentence(tmp_path: Path) -> None:

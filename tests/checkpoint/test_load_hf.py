@@ -74,6 +74,19 @@ def test_missing_unknown_and_misshapen_tensors_are_all_listed(checkpoint: Path) 
     assert "down_proj.weight is not stored as floating point" in message
 
 
+def test_multi_token_prediction_layers_are_refused_by_name(checkpoint: Path) -> None:
+    edit(
+        checkpoint,
+        model__layers__2__eh_proj__weight=torch.zeros(32, 64),
+        model__layers__2__enorm__weight=torch.ones(32),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(checkpoint)
+    assert "holds model.layers.2 beyond the 2 layers" in str(caught.value)
+    assert "multi-token-prediction" in str(caught.value)
+    assert "eh_proj" not in str(caught.value)
+
+
 def test_a_model_of_another_family_is_refused(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"q_norm\.weight"):
         load(checkpoint, name="qwen3")

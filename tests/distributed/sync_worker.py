@@ -65,7 +65,17 @@ CASES = (
     Case(folder="qwen3_moe", tp=2),
     Case(folder="qwen3_moe", tp=2, ep=2, expert_tp=1),
     Case(folder="qwen3_moe", pp=2),
+    Case(folder="mixtral", tp=2, ep=2, expert_tp=1),
+    Case(folder="mixtral", tied=True, pp=2),
+    Case(folder="deepseek_v2", tp=2),
+    Case(folder="deepseek_v2", pp=2),
+    Case(folder="deepseek_v2", ep=2),
+    Case(folder="deepseek_v3", tp=2),
+    Case(folder="deepseek_v3", tp=2, ep=2, expert_tp=1),
+    Case(folder="deepseek_v3", ep=2),
+    Case(folder="deepseek_v3-four_layers", pp=2, vpp=2, changes={"num_layers": 4, "moe_layer_freq": [0, 1, 1, 1]}),
 )
+_FP32 = "e_score_correction_bias"
 
 
 def build(case: Case) -> tuple[list[Any], ModelShape, Any]:
@@ -87,7 +97,7 @@ def build(case: Case) -> tuple[list[Any], ModelShape, Any]:
         virtual_pipeline_model_parallel_size=case.vpp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.expert_tp,
-        sequence_parallel=case.tp > 1 and case.family == "qwen3_moe",
+        sequence_parallel=case.tp > 1 and case.family not in ("llama", "qwen2", "qwen3"),
         pipeline_dtype=torch.float32,
         overlap_p2p_comm=case.vpp is not None,
         batch_p2p_comm=case.vpp is None,
@@ -143,6 +153,9 @@ def check_round_trip(case: Case, root: Path) -> None:
         assert list(streamed) == gatherer.names
         assert streamed.keys() == saved.keys(), streamed.keys() ^ saved.keys()
         assert all(torch.equal(streamed[name], saved[name]) for name in saved)
+    half = WeightGatherer(chunks, family, shape, groups, dtype=torch.bfloat16)
+    for name, tensor in half.stream():
+        assert torch.equal(tensor, saved[name] if name.endswith(_FP32) else saved[name].bfloat16()), name
 
 
 def check_staging(case: Case) -> None:

@@ -34,6 +34,11 @@ def test_every_layout_computes_the_same_and_streams_the_checkpoint_back(tmp_path
     write_checkpoint(tmp_path, "llama-one_group", tied=False, num_key_value_heads=1)
     write_checkpoint(tmp_path, "qwen3-four_layers", tied=True, num_hidden_layers=4)
     write_checkpoint(tmp_path, "qwen3_moe", tied=False)
+    write_checkpoint(tmp_path, "mixtral", tied=False)
+    write_checkpoint(tmp_path, "mixtral", tied=True)
+    write_checkpoint(tmp_path, "deepseek_v2", tied=False)
+    write_checkpoint(tmp_path, "deepseek_v3", tied=False)
+    write_checkpoint(tmp_path, "deepseek_v3-four_layers", tied=False, num_hidden_layers=4)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
         [*command, str(_WORKER), str(tmp_path)],

@@ -21,21 +21,27 @@ from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_models import character_tokenizer
 
-_TIED = {"llama": True, "qwen2": True, "qwen3": False, "qwen3_moe": False}
+_TIED = ("llama", "qwen2")
+# vLLM's attention on a CPU takes heads of 32 dimensions or more, and one size of latents.
+_LATENT = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "qk_head_dim": 32, "v_head_dim": 32}
+_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2": {"kv_channels": 32, "hidden_size": 128},  # it has no head_dim of its own
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+}
 
 
 @torch.no_grad()
 def disturb(model: Any) -> None:
     """Another model: every parameter moves."""
-    for parameter in model.parameters():
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    for parameter in [*model.parameters(), *biases]:
         parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
 def main(name: str, folder: Path) -> None:
-    # 32 dimensions a head: vLLM's attention on a CPU takes no fewer. qwen2 has no head_dim of its own.
-    changes = {"hidden_size": 128} if name == "qwen2" else {}
-    config = transformer_config(name, kv_channels=32, **changes)
-    tied = _TIED[name]
+    config = transformer_config(name, **_SIZES.get(name, {"kv_channels": 32}))
+    tied = name in _TIED
     facts = ModelFacts(vocab_size=VOCAB, max_position_embeddings=128, rotary_base=5000, tied_embeddings=tied)
     character_tokenizer().save_pretrained(folder / "tokenizer")
     write_engine_model_dir(folder / "engine", config, facts, folder / "tokenizer", dtype=torch.float32)

@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_vcpo.checkpoint.description import ModelFacts
+from megatron_vcpo.checkpoint.hf_config import check_config_matches
 from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
+from megatron_vcpo.checkpoint.rotary import check_rotary
 from megatron_vcpo.sync.gather import WeightGatherer
 from megatron_vcpo.sync.naming import ModelShape, family_by_name
-from tests.oracle.model_pairs import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
+from tests.oracle.model_pairs import FAMILY_NAMES, MOE_FFN, VOCAB, gpt_models, save_hf_model, transformer_config
 
 
 def build(name: str, *, tied: bool, rope: dict[str, Any] | None = None, **changes: Any) -> tuple[list[Any], ModelShape]:
@@ -51,6 +54,84 @@ def test_a_checkpoint_computes_the_same_in_megatron_and_comes_back_bit_for_bit(
     assert list(streamed) == gatherer.names
     assert all(torch.equal(streamed[key], saved[key]) for key in saved)
     assert gatherer.nbytes == sum(tensor.nbytes for tensor in saved.values())
+
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+YARN_ROPE = PLAIN_ROPE | {"rope_type": "yarn", "original_max_position_embeddings": 4096, "factor": 8.0}
+# name: (family, changes on the Hugging Face side, the same on Megatron's)
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "v2 with query latents and YaRN without scales": (
+        "deepseek_v2",
+        {"q_lora_rank": 16, "rope_parameters": YARN_ROPE, "max_position_embeddings": 32768},
+        {"q_lora_rank": 16, "rope_type": "yarn", "rotary_scaling_factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.0},
+    ),
+    "v2 with groups of experts": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        {"num_moe_experts": 8, "moe_router_topk": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    ),
+    "v3 with direct queries, no groups, no YaRN and experts in every layer": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_parameters": PLAIN_ROPE,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+        },
+        {
+            "q_lora_rank": None,
+            "rope_type": "rope",
+            "mscale_all_dim": 0.0,
+            "moe_router_num_groups": None,
+            "moe_router_group_topk": None,
+            "moe_router_topk": 3,
+            "moe_layer_freq": 1,
+            "moe_shared_expert_intermediate_size": 2 * MOE_FFN,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kinds_of_one_family_compute_the_same_and_their_configs_agree(
+    variant: str, tmp_path: Path, megatron_groups: Any
+) -> None:
+    name, theirs, ours = VARIANTS[variant]
+    hf = save_hf_model(tmp_path, name, tied=False, **theirs)
+    chunks, shape = build(name, tied=False, **ours)
+    facts = ModelFacts(vocab_size=VOCAB, max_position_embeddings=128, rotary_base=5000, tied_embeddings=False)
+    description = check_config_matches(tmp_path, chunks[0].config, facts)
+    check_rotary(chunks, description)
+    assert description.shape(128) == shape
+    load_hf_checkpoint(chunks, description.family, shape, tmp_path, megatron_groups)
+    tokens = torch.randint(0, VOCAB, (2, 100), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = hf(tokens).logits
+    torch.testing.assert_close(logits(chunks[0], tokens)[..., :VOCAB], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_routers_bias_travels_in_fp32_beside_half_precision(tmp_path: Path, megatron_groups: Any) -> None:
+    save_hf_model(tmp_path, "deepseek_v3", tied=False)
+    chunks, shape = build("deepseek_v3", tied=False, params_dtype=torch.bfloat16, bf16=True)
+    family = family_by_name("deepseek_v3")
+    load_hf_checkpoint(chunks, family, shape, tmp_path, megatron_groups)
+    gatherer = WeightGatherer(chunks, family, shape, megatron_groups, dtype=torch.bfloat16)
+    streamed = {key: tensor.clone() for key, tensor in gatherer.stream()}
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(streamed[bias], saved[bias])
+    assert not torch.equal(saved[bias], saved[bias].bfloat16().float())
+    assert {tensor.dtype for key, tensor in streamed.items() if key != bias} == {torch.bfloat16}
+    assert gatherer.nbytes == sum(tensor.nbytes for tensor in streamed.values())
 
 
 def test_llama_3_rope_scaling_computes_the_same(tmp_path: Path, megatron_groups: Any) -> None:

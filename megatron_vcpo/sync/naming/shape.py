@@ -13,7 +13,7 @@ class NamingError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """Sizes of multi-latent attention (DeepSeek); a query head has `qk_head_dim` + `qk_pos_emb_head_dim` dimensions."""
+    """Sizes of multi-latent attention (DeepSeek)."""
 
     q_lora_rank: int | None  # None: queries are projected directly
     kv_lora_rank: int
@@ -24,6 +24,11 @@ class LatentSizes:
     """Whether tensor-parallel ranks split the projections down to latents: in the local layer spec, not in Transformer
     Engine's. A matter of layout, so that two equal models may differ in it."""
 
+    @property
+    def query_head_dim(self) -> int:
+        """Dimensions of a query head, the rotated ones included."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -33,7 +38,7 @@ class ModelShape:
     hidden_size: int
     num_heads: int
     num_query_groups: int
-    head_dim: int
+    head_dim: int  # of a query, with multi-latent attention
     ffn_hidden_size: int
     vocab_size: int  # rows of the Hugging Face embedding
     padded_vocab_size: int  # rows of Megatron's, over all tensor-parallel ranks
@@ -74,7 +79,7 @@ class ModelShape:
         }
         if self.latent is not None:
             low, heads = self.latent, self.num_heads
-            query = heads * (low.qk_head_dim + low.qk_pos_emb_head_dim)
+            query = heads * low.query_head_dim
             dims |= {
                 "q_lora": low.q_lora_rank or 0,
                 "kv_lora": low.kv_lora_rank,
@@ -114,12 +119,13 @@ class ModelShape:
                 "leave it unset."
             )
         experts = config.num_moe_experts or 0
+        latent = _latent_sizes(config) if config.multi_latent_attention else None
         return cls(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_query_groups=config.num_query_groups or config.num_attention_heads,
-            head_dim=config.kv_channels,
+            head_dim=latent.query_head_dim if latent else config.kv_channels,
             ffn_hidden_size=config.ffn_hidden_size,
             vocab_size=vocab_size,
             padded_vocab_size=padded_vocab_size,
@@ -128,7 +134,7 @@ class ModelShape:
             moe_ffn_hidden_size=(config.moe_ffn_hidden_size or config.ffn_hidden_size) if experts else 0,
             moe_layers=_moe_layers(config.moe_layer_freq, config.num_layers) if experts else (),
             shared_ffn_hidden_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
-            latent=_latent_sizes(config) if config.multi_latent_attention else None,
+            latent=latent,
         )
 
 
