@@ -7,6 +7,7 @@ sentence that names the flag to change.
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -253,6 +254,10 @@ class RolloutConfig:
     engine_tensor_parallel_size: int = 1
     """Tensor-parallel ranks of one engine; must divide the number of processes."""
 
+    engine_placement: Literal["colocated", "process"] = "colocated"
+    """Where the engine of a trainer process runs: in it, taking turns, or in a process of its own on the same machine,
+    which gets its weights through shared memory (CUDA IPC on a GPU)."""
+
     engine_kv_cache_bytes: int = 1 << 28
     """Key-value cache of one engine rank. Bytes."""
 
@@ -305,6 +310,11 @@ class RolloutConfig:
         )
         not_negative = ("max_lag", "eval_interval", "save_trajectories")
         _require_numbers(self, "rollout", dict.fromkeys(at_least_one, 1) | dict.fromkeys(not_negative, 0))
+        _require(
+            self.engine_placement == "colocated" or self.engine_tensor_parallel_size == 1,
+            "--rollout-engine-placement process needs --rollout-engine-tensor-parallel-size 1: each trainer process "
+            "has one engine process; use colocated for engines over several ranks.",
+        )
         _require(self.temperature > 0.0, "--rollout-temperature must be above 0: greedy rollouts have no gradient.")
         _require(
             self.top_p == 1.0 and self.top_k == 0,
@@ -326,8 +336,10 @@ class SyncConfig:
     interval: int = 1
     """Publish weights every so many optimizer steps, before the next rollout phase (gives lag 0 .. interval - 1)."""
 
-    verify: Literal["off", "first", "every"] = "first"
-    """Compare the engine's log-probs with the trainer's after the first sync, after every one, or never."""
+    verify: str = "first"
+    """Which syncs are verified: off, first, or every-N (the first and every N-th after it). A verified sync overwrites
+    the engine's old weights with NaN, compares a digest of every tensor, and then the engine's log-probs with the
+    trainer's."""
 
     verify_tolerance: float | None = None
     """Largest allowed mean absolute log-prob difference of the check. Nats. Default: 1e-3 (fp32), 0.02 (fp16), 0.1
@@ -336,9 +348,25 @@ class SyncConfig:
     bucket_bytes: int = 64 << 20
     """Size of one staging bucket; peak extra memory is about two buckets. Bytes."""
 
+    timeout: float = 600.0
+    """Longest wait for any one tensor of a sync: for the ranks that bring it together, or the engine that takes it.
+    Seconds; past it the run ends with a sentence that names it."""
+
+    def verifies(self, syncs: int) -> bool:
+        """Whether the sync after `syncs` others is a verified one."""
+        if self.verify == "off":
+            return False
+        every = self.verify.partition("-")[2] if self.verify != "every" else "1"
+        return syncs % int(every) == 0 if every else syncs == 0
+
     def validate(self) -> None:
         """Raise ConfigError on the first setting that cannot work."""
         _require_numbers(self, "sync", {"interval": 1, "bucket_bytes": 1 << 16})
+        _require(
+            re.fullmatch(r"off|first|every(-[1-9]\d*)?", self.verify) is not None,
+            f"--sync-verify must be off, first or every-N with a number N of at least 1, not {self.verify!r}.",
+        )
+        _require(self.timeout > 0.0, "--sync-timeout must be positive.")
         _require(
             self.verify_tolerance is None or self.verify_tolerance > 0.0,
             "--sync-verify-tolerance must be positive; --sync-verify off leaves the check out.",

@@ -26,6 +26,7 @@ from megatron_vcpo.replay_flow import mismatch_with_and_without, with_trainer_ro
 from megatron_vcpo.rollout.buffer import TrajectoryBuffer
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
 from megatron_vcpo.rollout.engine import RolloutEngine
+from megatron_vcpo.rollout.engine_process import ProcessEngine
 from megatron_vcpo.rollout.evaluate import evaluate
 from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import PromptSampler
@@ -60,7 +61,8 @@ class RolloutFlow(BaseFlow):
         )
         self._rewards: dict[str, RewardPool | None] = {}
         self._engine: RolloutEngine | None = None
-        self._verified = False
+        self._syncs = 0
+        self._probe_due = False
         self._samples: SamplesLog | None = None
 
     # ------------------------------------------------------------------ start and end
@@ -134,6 +136,9 @@ class RolloutFlow(BaseFlow):
             seed=int(rollout.seed or 0),
             return_routes=rollout.router_replay == "rollout",
         )
+        if rollout.engine_placement == "process":
+            sync = self.config.sync
+            return ProcessEngine(settings, rank=self.args.rank, timeout=sync.timeout, bucket_bytes=sync.bucket_bytes)
         engine = VLLMEngine(settings)
         if megatron_cpu.active():
             torch_cuda_alias.hide_cuda()
@@ -207,7 +212,7 @@ class RolloutFlow(BaseFlow):
         if self._samples is not None:
             chosen = [t for m in phase.minibatches for t in m][: self.config.rollout.save_trajectories]
             self._samples.append(chosen, version=self.version)
-        if self._engine.version == self.version and (not self._verified or self.config.sync.verify == "every"):
+        if self._engine.version == self.version and self._probe_due:
             with self.timer("sync"):
                 self._verify(phase.minibatches, model, step, forward_backward)
 
@@ -231,7 +236,15 @@ class RolloutFlow(BaseFlow):
         if self.args.overlap_param_gather:
             # Replicas are stale after an optimizer step: the gather would only run before the next forward pass.
             training.force_param_sync(model, optimizer=self._optimizer)
-        self.synchronizer.publish(self.version if version is None else version)
+        verify = self.config.sync.verifies(self._syncs)
+        report = self.synchronizer.publish(self.version if version is None else version, verify=verify)
+        self._syncs += 1
+        self._probe_due |= verify
+        if verify and report.unreadable:
+            self.say(
+                f"verified the weights of version {report.version}, but for {len(report.unreadable)} tensors that the "
+                f"engine keeps packed ({report.unreadable[0]}, ...): there the log-probs decide"
+            )
 
     def _evaluate(self) -> None:
         environment = self.inputs.eval_environment
@@ -260,8 +273,6 @@ class RolloutFlow(BaseFlow):
         self, minibatches: list[list[Trajectory]], model: list[Any], step: PolicyStep, forward_backward: Any
     ) -> None:
         """Compare the engine's log-probs with the trainer's on what was just generated."""
-        if self.config.sync.verify == "off":
-            return
         probe = [t for m in minibatches for t in m if len(t.response_ids)][:_VERIFIED_TRAJECTORIES]
         if not probe:
             return
@@ -284,7 +295,7 @@ class RolloutFlow(BaseFlow):
             self._extra |= mismatch_with_and_without(
                 ours, probe, step=step, model=model, forward_backward=forward_backward, device=self.device
             )
-        self._verified = True
+        self._probe_due = False
 
     # ------------------------------------------------------------------ state
 

@@ -169,6 +169,8 @@ BAD_NUMBERS = [
     ("--sync-interval", "0", "at least 1"),
     ("--sync-bucket-bytes", "1", "at least 65536"),
     ("--sync-verify-tolerance", "0", "positive"),
+    ("--sync-verify", "sometimes", "off, first or every-N"),
+    ("--sync-timeout", "0", "positive"),
     ("--lr", "nan", "positive number"),
     ("--lr", "0", "positive number"),
     ("--lr", "inf", "positive number"),
@@ -216,8 +218,6 @@ CONTRADICTIONS = {
         ["--no-overlap-p2p-communication", "--num-layers-per-virtual-pipeline-stage", "1"],
         "wrong gradients over gloo",
     ),
-    "dropout": (["--attention-dropout", "0.1"], "--attention-dropout must be 0.0"),
-    "hidden dropout": (["--hidden-dropout", "0.1"], "--hidden-dropout must be 0.0"),
     "replay without experts": (
         ["--rollout-router-replay", "rollout"],
         "--rollout-router-replay rollout needs a mixture",
@@ -235,6 +235,8 @@ CONTRADICTIONS = {
         ["--num-experts", "4", "--rollout-router-replay", "rollout", "--moe-expert-capacity-factor", "1.0"],
         "--rollout-router-replay does not go with --moe-expert-capacity-factor",
     ),
+    "dropout": (["--attention-dropout", "0.1"], "--attention-dropout must be 0.0"),
+    "hidden dropout": (["--hidden-dropout", "0.1"], "--hidden-dropout must be 0.0"),
     "batch of its own": (["--global-batch-size", "8"], "= 16; drop it"),
     "micro-batches of its own": (["--micro-batch-size", "2"], "--micro-batch-size must be 1"),
     "Megatron's evaluation": (["--eval-iters", "3"], "--rollout-eval-interval"),
@@ -341,3 +343,31 @@ def test_a_save_folder_without_permission_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     assert "not writable" in command_line.refusal("--save", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("verify", "verified"),
+    [
+        ("off", []),
+        ("first", [0]),
+        ("every", [0, 1, 2, 3, 4, 5, 6]),
+        ("every-1", [0, 1, 2, 3, 4, 5, 6]),
+        ("every-3", [0, 3, 6]),
+    ],
+)
+def test_syncs_are_verified_as_often_as_asked(verify, verified):
+    config = SyncConfig(verify=verify)
+    config.validate()
+    assert [n for n in range(7) if config.verifies(n)] == verified
+
+
+@pytest.mark.parametrize("verify", ["", "never", "every-0", "every-", "every-x", "first-2", "every-1 "])
+def test_another_word_for_how_often_syncs_are_verified_is_refused(verify):
+    with pytest.raises(ConfigError, match=r"--sync-verify must be off, first or every-N"):
+        SyncConfig(verify=verify).validate()
+
+
+def test_an_engine_process_of_several_ranks_is_refused():
+    RolloutConfig(engine_placement="process", prompts_per_step=1).validate()
+    with pytest.raises(ConfigError, match=r"--rollout-engine-placement process needs .*-size 1"):
+        RolloutConfig(engine_placement="process", engine_tensor_parallel_size=2).validate()

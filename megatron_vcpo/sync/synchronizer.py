@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import SyncConfig
-from megatron_vcpo.rollout.engine import RolloutEngine
+from megatron_vcpo.rollout.digests import digest
+from megatron_vcpo.rollout.engine import RolloutEngine, UpdateReport
+from megatron_vcpo.sync.deadline import Deadline
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.gather import WeightGatherer
 from megatron_vcpo.sync.naming import Family, ModelShape
@@ -25,6 +28,9 @@ class SyncReport:
     seconds: float
     bytes: int
     tensors: int
+    copied: int  # tensors written straight into the engine's memory; the others went through its own loader
+    verified: bool
+    unreadable: tuple[str, ...]  # tensors that the engine cannot give back: only its log-probs can tell
 
 
 class WeightSynchronizer:
@@ -36,7 +42,7 @@ class WeightSynchronizer:
         shape: sizes of the whole model.
         groups: process groups `tp`, `pp`, `ep`, `expt_tp` (ProcessGroupCollection); None for a single process.
         engine: this rank's engine.
-        config: bucket size.
+        config: bucket size and deadline.
         dtype: the engine's weights.
 
     Raises:
@@ -56,32 +62,45 @@ class WeightSynchronizer:
     ) -> None:
         self.engine = engine
         self._dtype = dtype
+        self._timeout = config.timeout
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.gatherer = WeightGatherer(
             model_chunks, family, shape, groups, dtype=dtype, bucket_bytes=config.bucket_bytes
         )
 
-    def publish(self, version: int) -> SyncReport:
+    def publish(self, version: int, *, verify: bool = False) -> SyncReport:
         """Replace the engine's weights by the trainer's and name them `version` (optimizer steps taken).
 
         Call it on every rank. With --overlap-param-gather, force the parameters' synchronisation first.
 
+        Args:
+            version: optimizer steps taken.
+            verify: spoil the engine's old weights first, compare what it holds afterwards with what arrived, and what
+                arrived with what was sent.
+
         Raises:
             SyncError: on every rank, when on any a weight is not finite or does not fit the engine's type, the engine
-                refused, or it left tensors unread. The engine then serves no version.
+                refused, left tensors unread, holds something else, or took longer than --sync-timeout for one of them.
+                The engine then serves no version.
         """
         started = time.perf_counter()
         source = self.gatherer.stream()
-        delivery = _Delivery(self.gatherer.names, self._dtype)
+        deadline = Deadline(self._timeout, "--sync-timeout")
+        delivery = _Delivery(self.gatherer.names, self._dtype, deadline, digests={} if verify else None)
         failure: SyncError | None = None
-        try:
-            self.engine.update_weights(delivery.watch(source), version)
-        except Exception as error:  # noqa: BLE001 - raised below, on all ranks together
-            failure = delivery.failure(error)
-        # the other ranks are in the stream's collectives until the end
-        for _ in source:
-            pass
-        if failure is None and len(delivery.written) != len(delivery.expected):
-            failure = SyncError(f"The engine left weights unread: {', '.join(delivery.unread())}.")
+        report = UpdateReport()
+        with deadline.running():
+            try:
+                arguments = {"verify": True} if verify else {}
+                report = self.engine.update_weights(delivery.watch(source), version, **arguments) or report
+                failure = delivery.difference(report)
+            except Exception as error:  # noqa: BLE001 - raised below, on all ranks together
+                failure = delivery.failure(error, f"The engine of rank {self._rank} could not take version {version}")
+            try:
+                for _ in delivery.rest(source):  # the other ranks are in the stream's collectives until the end
+                    pass
+            except Exception as error:  # noqa: BLE001 - raised below, on all ranks together
+                failure = failure or delivery.failure(error, f"Rank {self._rank} could not end version {version}")
         try:
             raise_together(failure)
         except SyncError:
@@ -92,42 +111,85 @@ class WeightSynchronizer:
             seconds=time.perf_counter() - started,
             bytes=delivery.bytes,
             tensors=len(delivery.written),
+            copied=report.copied,
+            verified=verify,
+            unreadable=report.unreadable,
         )
 
 
 class _Delivery:
     """The ledger of one publication: checks each tensor on its way and remembers it."""
 
-    def __init__(self, expected: list[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self, expected: list[str], dtype: torch.dtype, deadline: Deadline, digests: dict[str, int] | None
+    ) -> None:
         self.expected = expected
         self.written: list[str] = []
         self.bytes = 0
         self._dtype = dtype
+        self._deadline = deadline
+        self._digests = digests
         self._current: str | None = None
         self._refused: SyncError | None = None
 
     def watch(self, source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass the tensors on; the one just handed over counts as written when the next is asked for."""
-        for name, tensor in source:
+        for name, tensor in self.rest(source):
             self._current = name
             if not is_finite(tensor):
                 self._refused = SyncError(self._non_finite(name, tensor))
                 raise self._refused
+            if self._digests is not None:
+                self._digests[name] = digest(tensor)
+            self._deadline.waiting_for(f"the engine to take {name}")
             yield name, tensor
             self.written.append(name)
             self.bytes += tensor.nbytes
         self._current = None
+        self._deadline.waiting_for("the engine to finish after the last tensor")
 
-    def unread(self) -> list[str]:
-        """Names that the engine never asked for."""
-        return self.expected[len(self.written) :]
+    def rest(self, source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the ranks still bring together."""
+        number = len(self.written)
+        while True:
+            coming = self.expected[number] if number < len(self.expected) else "the end"
+            self._deadline.waiting_for(f"the model-parallel ranks to bring {coming} together")
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+            except SyncError:
+                raise
+            except Exception as error:
+                self._refused = SyncError(f"The trainer's ranks could not bring {coming} together: {_words(error)}")
+                self._refused.__cause__ = error
+                raise self._refused from error
+            number += 1
+            yield item
 
-    def failure(self, error: Exception) -> SyncError:
+    def difference(self, report: UpdateReport) -> SyncError | None:
+        """What the engine left unread, or received otherwise than it was sent."""
+        if unread := self.expected[len(self.written) :]:
+            return SyncError(f"The engine left weights unread: {', '.join(unread)}.")
+        if self._digests is None:
+            return None
+        received = report.received
+        if received is None:
+            return SyncError("This engine reports no digests; use --sync-verify off, or an engine that does.")
+        wrong = [name for name in self.expected if received.get(name) != self._digests[name]]
+        if wrong:
+            return SyncError(
+                f"{len(wrong)} tensors reached the engine with other bits than they were sent with: "
+                f"{', '.join(wrong[:5])}."
+            )
+        return None
+
+    def failure(self, error: Exception, what: str) -> SyncError:
         """The error of this publication, naming the tensor it happened at."""
         if self._refused is not None:
             return self._refused
         place = f" while it was given {self._current}" if self._current else ""
-        failure = SyncError(f"The engine could not take the weights{place}: {type(error).__name__}: {error}")
+        failure = SyncError(f"{what}{place}: {_words(error)}")
         failure.__cause__ = error
         return failure
 
@@ -139,6 +201,10 @@ class _Delivery:
                 "use --rollout-engine-dtype bfloat16 or float32."
             )
         return f"{name} holds {nan} NaN and {inf} infinite values; the last optimizer step went wrong."
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 import torch
 
 from megatron_vcpo.config import SyncConfig
-from megatron_vcpo.rollout.engine import EngineError
+from megatron_vcpo.rollout.digests import digest
+from megatron_vcpo.rollout.engine import EngineError, UpdateReport
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.naming import ModelShape, family_by_name
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer, is_finite
@@ -18,28 +22,43 @@ from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 
 
 class RecordingEngine:
-    """Keeps copies of what it is given; may fail at one tensor, or stop reading early."""
+    """Keeps copies of what it is given; may fail or get stuck at one tensor, stop reading early, or misread one."""
 
-    def __init__(self, *, fail_at: str | None = None, read_only: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        fail_at: str | None = None,
+        read_only: int | None = None,
+        stuck_at: str | None = None,
+        misread: str | None = None,
+    ) -> None:
         self.version: int | None = None
         self.weights: dict[str, torch.Tensor] = {}
-        self.fail_at, self.read_only = fail_at, read_only
+        self.fail_at, self.read_only, self.stuck_at, self.misread = fail_at, read_only, stuck_at, misread
 
-    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
+    ) -> UpdateReport:
         self.version = None
         for name, tensor in itertools.islice(weights, self.read_only):
             if name == self.fail_at:
                 raise EngineError("no room")
-            self.weights[name] = tensor.clone()
+            if name == self.stuck_at:
+                time.sleep(60)
+            self.weights[name] = tensor.clone() + (name == self.misread)
         self.version = version
+        received = {name: digest(tensor) for name, tensor in self.weights.items()} if verify else None
+        return UpdateReport(copied=len(self.weights), received=received)
 
 
-def build(engine: RecordingEngine, groups: Any, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+def build(
+    engine: RecordingEngine, groups: Any, *, dtype: torch.dtype = torch.float32, timeout: float = 60.0
+) -> tuple[Any, Any]:
     config = transformer_config("llama")
     chunks = gpt_models(config, tied=False)
     shape = ModelShape.from_megatron(config, vocab_size=VOCAB, padded_vocab_size=128, tied_embeddings=False)
     family = family_by_name("llama")
-    synchronizer = WeightSynchronizer(chunks, family, shape, groups, engine, SyncConfig(), dtype=dtype)  # type: ignore[arg-type]
+    synchronizer = WeightSynchronizer(chunks, family, shape, groups, engine, SyncConfig(timeout=timeout), dtype=dtype)  # type: ignore[arg-type]
     return chunks[0], synchronizer
 
 
@@ -102,6 +121,59 @@ def test_values_beyond_half_precision_are_refused_by_name(megatron_groups: Any) 
         model.decoder.layers[0].self_attention.linear_proj.weight[0, :2] = 7e4
     with pytest.raises(SyncError, match=r"layers\.0\.self_attn\.o_proj\.weight: 2 values are outside .*float16"):
         synchronizer.publish(2)
+
+
+def test_a_stuck_engine_ends_at_the_deadline_with_the_tensor_and_the_rank(megatron_groups: Any) -> None:
+    engine = RecordingEngine(stuck_at="model.layers.1.mlp.up_proj.weight")
+    _, synchronizer = build(engine, megatron_groups, timeout=0.3)
+    started = time.monotonic()
+    with pytest.raises(
+        SyncError, match=r"of rank 0 .* version 4 .*sync-timeout\) for .*layers\.1\.mlp\.up_proj"
+    ):
+        synchronizer.publish(4)
+    assert time.monotonic() - started < 5
+    assert engine.version is None
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_a_slow_engine_that_goes_on_is_not_at_the_deadline(megatron_groups: Any, monkeypatch: Any) -> None:
+    engine = RecordingEngine()
+    _, synchronizer = build(engine, megatron_groups, timeout=0.2)
+    take = engine.weights.__class__.__setitem__
+    engine.weights = type("Slow", (dict,), {"__setitem__": lambda s, n, t: (time.sleep(0.03), take(s, n, t))})()
+    started = time.monotonic()
+    assert synchronizer.publish(1).tensors == len(synchronizer.gatherer.names)
+    assert time.monotonic() - started > 0.4
+
+
+def test_a_trainer_that_cannot_gather_says_which_tensor_was_next(megatron_groups: Any, monkeypatch: Any) -> None:
+    engine = RecordingEngine()
+    _, synchronizer = build(engine, megatron_groups)
+    whole = synchronizer.gatherer.stream
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from itertools.islice(whole(), 3)
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(synchronizer.gatherer, "stream", broken)
+    fourth = re.escape(synchronizer.gatherer.names[3])
+    with pytest.raises(SyncError, match=f"could not bring {fourth} together: RuntimeError: connection reset"):
+        synchronizer.publish(1)
+    assert engine.version is None
+
+
+def test_a_verified_publication_compares_what_arrived_with_what_was_sent(megatron_groups: Any) -> None:
+    engine = RecordingEngine()
+    _, synchronizer = build(engine, megatron_groups)
+    report = synchronizer.publish(1, verify=True)
+    assert report.verified
+    assert report.copied == report.tensors
+    engine.misread = "model.layers.0.mlp.down_proj.weight"
+    synchronizer.publish(2)  # nobody looks
+    with pytest.raises(SyncError, match=r"1 tensors .* other bits .*: model\.layers\.0\.mlp\.down_proj\.weight"):
+        synchronizer.publish(3, verify=True)
+    assert engine.version is None
 
 
 def test_large_finite_values_are_accepted() -> None:
