@@ -46,8 +46,10 @@ class Standing:
     alive: bool = True  # gave another one since the table was read before
 
     def __str__(self) -> str:
-        dead = "" if self.alive else ", and gives no sign of life"
-        return f"rank {self.rank} in phase '{self.phase}' of iteration {self.iteration} at {self.place}{dead}"
+        where = f"in phase '{self.phase}' of iteration {self.iteration} at {self.place}"
+        if self.alive:
+            return f"rank {self.rank} {where}"
+        return f"rank {self.rank}, last seen {where} and without a sign of life since"
 
 
 def verdict(standings: Sequence[Standing | None], deadline: float) -> str | None:
@@ -70,8 +72,11 @@ def verdict(standings: Sequence[Standing | None], deadline: float) -> str | None
             return None  # all ranks are in one phase, and it is only long
         missing = [str(s) for s in known if s.waiting == 0.0]
         if not missing:
-            places = {s.place: str(s) for s in known}
-            return f"ranks wait in different collectives for one another: {_listed(list(places.values()))}"
+            places = {s.place: str(s) for s in reversed(known)}
+            where = _listed(list(reversed(places.values())))
+            if len(places) == 1:
+                return f"all ranks wait in one collective that does not end, for {deadline:.0f} s at least: {where}"
+            return f"ranks wait in different collectives for one another: {where}"
         first = stuck
     waiting = f"rank {first[0].rank}" + (f" and {len(first) - 1} more" if len(first) > 1 else "")
     return (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -67,11 +70,17 @@ def test_ranks_in_different_collectives_are_a_mismatch_that_names_both_places():
     assert "a.py:1" in said
 
 
+def test_ranks_that_all_wait_in_one_place_are_not_called_a_mismatch():
+    said = verdict([standing(rank, waiting=65.0, place="f (a.py:1)") for rank in (0, 1)], 60.0)
+    assert said is not None
+    assert said.startswith("all ranks wait in one collective that does not end, for 60 s at least: rank 0 in phase")
+
+
 def test_the_dead_and_the_unborn_are_missing_wherever_they_stood():
     said = verdict([standing(0), standing(1, number=8, alive=False), None], 60.0)
     assert said is not None
-    assert "for rank 2, which never began; rank 1 in phase 'exchange'" in said
-    assert "gives no sign of life" in said
+    assert "for rank 2, which never began; rank 1, last seen in phase 'exchange'" in said
+    assert said.endswith("and without a sign of life since")
 
 
 def test_a_thousand_missing_ranks_fit_into_one_sentence():
@@ -104,3 +113,18 @@ def test_the_watched_thread_may_be_slow_and_a_missing_rank_ends_it(tmp_path: Pat
     assert "--vcpo-phase-deadline (0.6 s)" in messages[0]
     watchdog.stop()
     phases.enter("start", iteration=0)
+
+
+@pytest.mark.distributed
+def test_processes_that_do_not_meet_end_within_the_deadline_and_slow_ones_do_not():
+    worker = Path(__file__).parent / "distributed" / "watchdog_worker.py"
+    root = worker.parents[2]
+    done = subprocess.run(
+        [sys.executable, str(worker)],
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "all faults named" in done.stdout, done.stdout + done.stderr[-4000:]
