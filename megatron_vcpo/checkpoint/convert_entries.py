@@ -62,6 +62,11 @@ class Entries:
             objects={key: value for key, value in state.items() if isinstance(value, ShardedObject)},
         )
 
+    def keys(self, spec: ParameterSpec) -> set[str]:
+        """Global tensors that hold the parameter."""
+        entry = self.tensors[spec.name]
+        return {piece.key for piece in pieces(entry, entry.data)}
+
     def transformer_engine_objects(self, specs: Sequence[ParameterSpec]) -> dict[str, ShardedObject]:
         """Empty extra state that modules of Transformer Engine want to load and local ones do not have.
 

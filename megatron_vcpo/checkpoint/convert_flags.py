@@ -47,13 +47,13 @@ class TargetLayout:
                 f"{model.num_heads} attention heads do not divide over --target-tensor-parallel-size {self.tensor}."
             )
         shape = model.shape(padded_vocab_size)
-        try:
-            for spec in model.family.parameters(shape):
-                shard_shape(spec, shape, self.tensor if spec.expert is None else expert_tensor)
-        except NamingError as error:
-            raise CheckpointError(
-                str(error).replace("--", "--target-", 1).replace("-model-parallel", "-parallel")
-            ) from error
+        for spec in model.family.parameters(shape):
+            dense = spec.expert is None
+            try:
+                shard_shape(spec, shape, self.tensor if dense else expert_tensor)
+            except NamingError as error:
+                flag = f"--target-{'' if dense else 'expert-'}tensor-parallel-size"
+                raise CheckpointError(f"{str(error).partition(';')[0]}; change {flag}.") from error
 
     def flags(self) -> list[str]:
         """Megatron's flags for the sizes above 1."""

@@ -20,7 +20,7 @@ from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.sync.naming import ParameterSpec, export_tensors, import_shard
 
 _TYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_RELEASE_BYTES = 64 << 20  # mapped pages of files that were read count as memory until the files are closed
+_RELEASE_BYTES = 16 << 20  # mapped pages of files that were read count as memory until the files are closed
 # What a run saves beside its model, and state of modules that holds no weights.
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+\.|rng_state|rerun_state|common_state)|\._extra_state")
 
@@ -144,7 +144,8 @@ class MegatronSource(Source):
         self._check_keys()
 
     def dtype(self, spec: ParameterSpec) -> torch.dtype:
-        return self._folder.tensors[self._key(spec, self._entries.tensors[spec.name].key)].properties.dtype
+        keys = [self._key(spec, key) for key in sorted(self._entries.keys(spec))]
+        return self._folder.tensors[keys[0]].properties.dtype
 
     def parameter(self, spec: ParameterSpec) -> torch.Tensor:
         entry = self._entries.tensors[spec.name]
@@ -176,13 +177,13 @@ class MegatronSource(Source):
 
     def _check_keys(self) -> None:
         """Every parameter is stored, and nothing is stored that the table does not know."""
-        known, missing = set(), []
+        known: set[str | None] = set()
+        missing = []
         for spec in self.specs:
-            key = self._entries.tensors[spec.name].key
-            found = self._key(spec, key)
-            known |= {key, found, self._entries.twin_key(spec, key)}
-            if found not in self._folder.tensors:
-                missing.append(found)
+            for key in self._entries.keys(spec):
+                known |= {key, self._entries.twin_key(spec, key)}
+                if self._key(spec, key) not in self._folder.tensors:
+                    missing.append(key)
         unknown = [key for key in self._folder.tensors if key not in known and not _NOT_WEIGHTS.search(key)]
         problems = [f"it lacks {_some(missing)}"] if missing else []
         problems += [f"it also holds {_some(unknown)}"] if unknown else []

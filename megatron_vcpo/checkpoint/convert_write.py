@@ -8,6 +8,7 @@ The format is the same: PyTorch's `.metadata` over `.distcp` files of `torch.sav
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 def _tensor_item(piece: ShardedTensor) -> WriteItem:
     offset = torch.Size(piece.global_offset)
     return WriteItem(
-        index=MetadataIndex(piece.key, offset),
+        index=MetadataIndex(sys.intern(piece.key), offset),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=offset, sizes=torch.Size(global_sizes(piece))),
@@ -153,12 +154,13 @@ def _tensor_item(piece: ShardedTensor) -> WriteItem:
 
 
 def _object_item(thing: ShardedObject) -> WriteItem:
-    return WriteItem(index=MetadataIndex(thing.unique_key), type=WriteItemType.BYTE_IO)
+    return WriteItem(index=MetadataIndex(sys.intern(thing.unique_key)), type=WriteItemType.BYTE_IO)
 
 
 def _results(stored: dict[str, list[_Stored]]) -> Iterator[WriteResult]:
     for name, things in stored.items():
         file = Path(name).name
         for key, offset, start, length in things:
-            index = MetadataIndex(key, None if offset is None else torch.Size(offset))
+            # One string object for each key, as in a run that was not interrupted: pickle writes it once.
+            index = MetadataIndex(sys.intern(key), None if offset is None else torch.Size(offset))
             yield WriteResult(index=index, size_in_bytes=length, storage_data=_StorageInfo(file, start, length))

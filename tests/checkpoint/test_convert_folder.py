@@ -1,0 +1,120 @@
+"""PartialFolder: complete or not there, and resumed where it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from megatron_vcpo.checkpoint.convert_folder import PartialFolder
+from megatron_vcpo.checkpoint.errors import CheckpointError
+
+SETTINGS = {"source": "a", "dtype": "bf16"}
+
+
+def write(folder: PartialFolder, name: str, text: str, record: object = None) -> None:
+    with folder.file(name) as part:
+        part.path.write_text(text)
+        part.record = record
+
+
+def test_the_name_appears_with_everything_in_it(tmp_path: Path) -> None:
+    folder = PartialFolder(tmp_path / "out", SETTINGS)
+    write(folder, "release/a", "1")
+    assert not (tmp_path / "out").exists()
+    folder.commit()
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"release", "conversion.json"}
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text()) == SETTINGS
+
+
+def test_what_was_finished_is_known_when_it_is_resumed(tmp_path: Path) -> None:
+    first = PartialFolder(tmp_path / "out", SETTINGS)
+    write(first, "a", "1", {"bytes": [1, 2]})
+    write(first, "b", "22")
+    first.close()
+    (tmp_path / "out.partial" / "b").write_text("2")  # not what was written
+    (tmp_path / "out.partial" / "c").write_text("333")  # never finished
+    with (tmp_path / "out.partial" / "journal.jsonl").open("a") as journal:
+        journal.write('{"file": "c", "byt')  # killed in the middle of a line
+    second = PartialFolder(tmp_path / "out", SETTINGS)
+    assert second.finished == {"a": {"bytes": [1, 2]}}
+    write(second, "c", "4444")
+    second.close()
+    assert set(PartialFolder(tmp_path / "out", SETTINGS).finished) == {"a", "c"}
+
+
+def test_other_settings_do_not_continue_it(tmp_path: Path) -> None:
+    PartialFolder(tmp_path / "out", SETTINGS).close()
+    with pytest.raises(CheckpointError, match=r"out\.partial holds the beginning of a conversion with another dtype"):
+        PartialFolder(tmp_path / "out", SETTINGS | {"dtype": "fp16"})
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    folder = PartialFolder(tmp_path / "out", SETTINGS)
+    with pytest.raises(CheckpointError, match="Another process is writing"):
+        PartialFolder(tmp_path / "out", SETTINGS)
+    folder.close()
+
+
+def test_only_an_earlier_conversion_is_overwritten_and_only_by_a_complete_one(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    first = PartialFolder(target, SETTINGS)
+    write(first, "a", "old")
+    first.commit()
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        PartialFolder(target, SETTINGS)
+    second = PartialFolder(target, SETTINGS, overwrite=True)
+    write(second, "a", "new")
+    assert (target / "a").read_text() == "old"
+    second.commit()
+    assert (target / "a").read_text() == "new"
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    (target / "conversion.json").unlink()  # now it could be anything, such as a training run's folder
+    with pytest.raises(CheckpointError, match="remove it yourself"):
+        PartialFolder(target, SETTINGS, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail] . PytorchStreamWriter failed: No space left"),
+    ],
+)
+def test_a_full_disk_is_one_sentence_and_loses_nothing(error: Exception, tmp_path: Path) -> None:
+    folder = PartialFolder(tmp_path / "out", SETTINGS)
+    write(folder, "a", "1")
+
+    def fail() -> None:
+        with folder.file("b") as part:
+            part.path.write_text("half")
+            raise error
+
+    with pytest.raises(CheckpointError, match="is full; free some space and give the same command again"):
+        fail()
+    folder.close()
+    assert {p.name for p in (tmp_path / "out.partial").iterdir()} == {"a", "journal.jsonl"}
+    assert set(PartialFolder(tmp_path / "out", SETTINGS).finished) == {"a"}
+
+
+def test_other_errors_keep_their_own_words(tmp_path: Path) -> None:
+    folder = PartialFolder(tmp_path / "out", SETTINGS)
+    with pytest.raises(ValueError, match="wrong"), folder.file("a"):
+        raise ValueError("wrong")
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = PartialFolder(tmp_path / "out", SETTINGS)
+    write(folder, "a", "1")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, 3 * 10**9))
+    assert folder.missing_bytes({"a": 10**12, "b": 2 * 10**9}) == 2 * 10**9
+    with pytest.raises(CheckpointError, match=r"has 3\.0 GB free, and 4\.0 GB are still to be written"):
+        folder.missing_bytes({"b": 2 * 10**9, "c": 2 * 10**9})

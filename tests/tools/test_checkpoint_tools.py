@@ -1,0 +1,160 @@
+"""The command lines over the converters: what they print, refuse and return."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from examples.char_tokenizer import write_char_tokenizer
+from tests.oracle.model_pairs import VOCAB, save_hf_model
+from tests.oracle.single_process import single_process_megatron
+from tools import convert_hf_to_megatron, convert_megatron_to_hf, verify_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def megatron_groups() -> Any:
+    with single_process_megatron() as groups:
+        yield groups
+
+
+def change(folder: Path, name: str, edit: Any) -> None:
+    state = load_file(folder / "model.safetensors")
+    state[name] = edit(state[name])
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_there_and_back_with_verification(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_hf_model(tmp_path / "hf", "qwen3", tied=True)
+    write_char_tokenizer(tmp_path / "tokenizer")
+    made, back = str(tmp_path / "megatron"), str(tmp_path / "back")
+    there = [str(tmp_path / "hf"), made, "--verify", "--target-tensor-parallel-size", "2"]
+    assert convert_hf_to_megatron.main(there) == 0
+    output = capsys.readouterr()
+    assert "24 tensors equal bit for bit, 0 equal after rounding" in output.out
+    assert "logits: largest difference" in output.out
+    assert "--padded-vocab-size 256" in output.out
+    assert "converting: 100%" in output.err  # the bar's sum is right
+    assert "verifying: 100%" in output.err
+    assert (tmp_path / "megatron" / "megatron_flags.sh").read_text() in output.out
+
+    tokenizer = ["--tokenizer", str(tmp_path / "tokenizer"), "--quiet"]
+    assert convert_megatron_to_hf.main([made, back, "--verify", "ledger", *tokenizer, "--shard-size", "20KB"]) == 0
+    output = capsys.readouterr()
+    assert "logits" not in output.out
+    assert "%|" not in output.err
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+    assert verify_checkpoint.main([str(tmp_path / "hf"), back, "--quiet"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the same model"
+
+    assert convert_hf_to_megatron.main(there) == 1
+    assert capsys.readouterr().err.strip().endswith("choose another folder or give --overwrite.")
+    assert convert_hf_to_megatron.main([*there, "--overwrite", "--quiet", "--dtype", "bf16"]) == 0
+    assert verify_checkpoint.main([made, back, "--quiet"]) == 0  # bf16 against fp32
+    assert "0 tensors equal bit for bit, 24 equal after rounding" in capsys.readouterr().out
+
+
+def test_one_changed_value_is_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        save_hf_model(tmp_path / name, "llama", tied=True)
+
+    def nudge(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[2, 3] += 0.25
+        return tensor
+
+    change(tmp_path / "b", "model.layers.1.mlp.down_proj.weight", nudge)
+    assert verify_checkpoint.main([str(tmp_path / "a"), str(tmp_path / "b"), "--quiet"]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("model.layers.1.mlp.down_proj.weight: values (largest difference 0.25")
+    assert "19 tensors equal bit for bit" in lines[1]
+    assert "1 different" in lines[1]
+    assert lines[-1] == "not the same model"
+
+
+def test_another_setting_is_another_model_though_all_tensors_are_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        save_hf_model(tmp_path / name, "llama", tied=True)
+    config = tmp_path / "b" / "config.json"
+    fields = json.loads(config.read_text())
+    fields["rms_norm_eps"] = 1e-3
+    config.write_text(json.dumps(fields))
+    assert verify_checkpoint.main([str(tmp_path / "a"), str(tmp_path / "b"), "--quiet", "--no-logits"]) == 3
+    assert "norm_epsilon: 1e-05 in A, 0.001 in B" in capsys.readouterr().out
+
+
+def test_models_of_other_sizes_are_compared_by_what_they_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_hf_model(tmp_path / "a", "llama", tied=True)
+    save_hf_model(tmp_path / "b", "llama", tied=False, vocab_size=VOCAB + 3)
+    assert verify_checkpoint.main([str(tmp_path / "a"), str(tmp_path / "b"), "--quiet"]) == 3
+    output = capsys.readouterr().out
+    assert "only in B: lm_head.weight" in output
+    assert f"vocab_size: {VOCAB} in A, {VOCAB + 3} in B" in output
+    assert f"model.embed_tokens.weight: shape ({VOCAB}, 32) in A, ({VOCAB + 3}, 32) in B" in output
+
+
+def test_a_conversion_that_is_wrong_is_not_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_vcpo.checkpoint import convert_to_megatron
+
+    save_hf_model(tmp_path / "hf", "llama", tied=True)
+    right = convert_to_megatron.convert
+    monkeypatch.setattr(convert_to_megatron, "convert", lambda tensor, *rest: right(tensor, *rest) + 1e-4)
+    assert convert_hf_to_megatron.main([str(tmp_path / "hf"), str(tmp_path / "out"), "--verify", "--quiet"]) == 1
+    output = capsys.readouterr()
+    assert "is wrong (tensors differ)" in output.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_its_true_vocabulary_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_vcpo.checkpoint import convert_to_megatron as module
+
+    save_hf_model(tmp_path / "hf", "llama", tied=True)
+    save = module._save
+
+    def forget(strategy: Any, source: Any, entries: Any, path: Any, args: Any, options: Any) -> None:
+        args.vocab_size = None
+        save(strategy, source, entries, path, args, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_save", forget)
+        assert convert_hf_to_megatron.main([str(tmp_path / "hf"), str(tmp_path / "megatron"), "--quiet"]) == 0
+    arguments = [str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet"]
+    assert convert_megatron_to_hf.main(arguments) == 1
+    assert "only the padded 128; give --vocab-size." in capsys.readouterr().err
+    assert convert_megatron_to_hf.main([*arguments, "--vocab-size", str(VOCAB)]) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("size", ["5 bananas", "0", "-1GB", "1.5GB"])
+def test_a_size_that_is_none_is_refused_by_the_parser(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        convert_hf_to_megatron.main(["a", "b", f"--shard-size={size}"])
+    assert caught.value.code == 2
+    assert "is not a size such as 5GB" in capsys.readouterr().err
+
+
+def test_run_by_its_path_a_tool_says_only_its_own_words(tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", "llama", tied=True)
+    command = [sys.executable, str(ROOT / "tools" / "convert_hf_to_megatron.py"), "hf", "out", "--verify", "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [f"# written to {tmp_path / 'out'}"]
+    assert f"--load {tmp_path / 'out'}" in done.stdout
