@@ -146,3 +146,23 @@ def test_rows_can_be_padded_to_what_other_micro_batches_need():
     micro = build_micro_batch([make_trajectory([1], [2])], (0,), alignment=RowAlignment(), rows=5, device=CPU)
     assert micro.tokens.tolist() == [[1, 2, 0, 0, 0]]
     assert micro.cu_seqlens.tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize(
+    "alignment",
+    [
+        RowAlignment(),
+        RowAlignment(token_multiple=8),
+        RowAlignment(cp_size=2),
+        RowAlignment(cp_size=8, token_multiple=8),
+    ],
+    ids=["plain", "sequence parallel", "context parallel", "both"],
+)
+def test_padding_is_under_five_percent_of_the_rows_on_realistic_lengths(alignment):
+    lengths = np.clip(np.random.default_rng(1).lognormal(6.0, 0.8, 512), 40, 4096).astype(int).tolist()
+    spans = [alignment.sequence_rows(length) for length in lengths]
+    plan = plan_micro_batches(spans, list(range(512)), budget=8192, dp_size=4)
+    rows = [sum(alignment.rows([lengths[i] for i in bin_]) for bin_ in rank) for rank in plan.bins]
+    assert all(alignment.rows([lengths[i] for i in bin_]) <= 8192 for rank in plan.bins for bin_ in rank)
+    assert sum(lengths) / sum(rows) > 0.95
+    assert sum(rows) / (len(rows) * max(rows)) > 0.98  # no data-parallel rank waits for another
