@@ -156,6 +156,22 @@ def test_three_steps_resumed_for_three_more_equal_six_to_the_bit(start, single):
     assert "time/generate" not in metrics[3]
 
 
+def test_an_engine_in_a_process_of_its_own_gives_the_same_samples_and_steps_to_the_bit(start, single):
+    metrics, _ = train(
+        start,
+        "engine_process",
+        *("--train-iters", "6", "--rollout-max-lag", "3", "--vcpo-ess-reference", "auto"),
+        *("--rollout-save-trajectories", "1000", "--rollout-eval-interval", "3", "--rollout-eval-num-prompts", "8"),
+        *("--rollout-engine-placement", "process", "--sync-verify", "every-2"),
+    )
+    assert [without_times(record) for record in metrics] == [without_times(record) for record in single[0]]
+    assert [r["eval/reward"] for r in metrics if "eval/reward" in r] == [
+        r["eval/reward"] for r in single[0] if "eval/reward" in r
+    ]
+    samples = [(start / name / "samples.jsonl").read_text() for name in ("single", "engine_process")]
+    assert samples[0] == samples[1]
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [

@@ -68,9 +68,12 @@ def main(name: str, folder: Path) -> None:
 
         sequences = [np.random.default_rng(seed).integers(0, VOCAB, 60).tolist() for seed in range(4)]
         for version in range(3):
-            assert publisher.publish(version).version == engine.version == version
+            report = publisher.publish(version, verify=version == 1)
+            assert report.version == engine.version == version
+            assert (report.copied > 0) == (version > 0)
             result = logit_probe(engine, score, sequences, [5] * 4, dtype=torch.float32, tolerance=1e-5)
-            print(f"{name} version {version}: {result}", flush=True)
+            print(f"{name} version {version}: {result}, {report.copied} of {report.tensors} copied", flush=True)
+            assert not [n for n in report.unreadable if ".mlp.experts." not in n or "bias" in n], report.unreadable
             disturb(model)
         try:
             logit_probe(engine, score, sequences, [5] * 4, dtype=torch.float32)
