@@ -31,7 +31,7 @@ from megatron_vcpo.optim import EssParamScheduler, EssSettings
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
 from megatron_vcpo.watchdog import Watchdog
-from patches import cpu_packed_attention, mla_direct_query
+from patches import cpu_packed_attention, interleaved_dataloader_state, mla_direct_query
 
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
 
@@ -83,6 +83,7 @@ class MegatronPlugin:
         training.OptimizerParamScheduler = functools.partial(EssParamScheduler, ess=EssSettings.of(self.config.vcpo))
         self._train_step = training.train_step
         training.train_step = self.train_step
+        interleaved_dataloader_state.apply()
 
     def configure_model(self, model_config: Any) -> None:
         """Set the hooks of Megatron's GPTModelConfig: gradients' finalization, packed attention, initial weights."""
