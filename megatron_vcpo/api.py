@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.energies.ways import exact_energies
 from megatron_vcpo.mcore.minibatch import PackingSettings
 from megatron_vcpo.mcore.packing import RowAlignment
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
@@ -82,6 +83,7 @@ def register(
         fp16=bool(transformer.fp16),
     )
     step = PolicyStep(config, settings, groups=groups, scheduler=scheduler, device=collective_device())
+    step.energies = exact_energies(model, groups, config, collective_device())
     if config.kl_coefficient > 0.0:
         step.reference = ReferencePolicy(model)
     if router_replay:
@@ -129,6 +131,7 @@ def hook_finalization(transformer: Any, step: PolicyStep) -> None:
 
 
 def _finalize(stock: Callable[..., None], step: PolicyStep, model: list[Any], *args: Any, **kwargs: Any) -> None:
+    step.settle(model)
     stock(model, *args, **kwargs)
     step.finalize(model)
 

@@ -96,8 +96,12 @@ class VCPOConfig:
     """Trajectories a baseline is computed over: those of one prompt, or of the whole minibatch."""
 
     energy: Literal["logit", "length", "exact"] = "logit"
-    """Energy that weights the OPOB baseline: sum ||onehot - softmax||^2, response length, or exact gradient norms
-    (exact is refused in this version)."""
+    """Energy that weights the OPOB baseline: sum ||onehot - softmax||^2, response length, or the squared norm of the
+    trajectory's whole gradient (docs/energies.md)."""
+
+    energy_method: Literal["two-pass", "deferred", "accumulators"] = "deferred"
+    """How exact energies become a gradient: a measuring backward before the step's own; one backward whose rows are
+    kept until baselines are known; or one with a second gradient buffer (for --vcpo-baseline-scope minibatch)."""
 
     reward_normalization: Literal["none", "group-std", "minibatch-std"] = "group-std"
     """Divide (reward - baseline) by the standard deviation (population) of the rewards of the group or minibatch."""
@@ -128,17 +132,17 @@ class VCPOConfig:
     """Time that processes may wait for one another in one phase (rollouts, training, publication, ...); past it the run
     ends and names who is missing. Seconds; 0 is off. Default: nine tenths of --distributed-timeout-minutes."""
 
-    load_hf: str | None = None
-    """Folder of a Hugging Face checkpoint (config.json, *.safetensors) to start from; a --load checkpoint wins."""
-
-    dry_run: bool = False
-    """Check every flag, print the resolved configuration, rank map and memory estimate, start nothing, exit 0."""
     freeze_router: bool = False
     """Train everything but the routers of a mixture of experts."""
 
     freeze_expert_bias: bool = False
     """Leave the expert biases of auxiliary-loss-free balancing (--moe-router-enable-expert-bias) as they are loaded."""
 
+    load_hf: str | None = None
+    """Folder of a Hugging Face checkpoint (config.json, *.safetensors) to start from; a --load checkpoint wins."""
+
+    dry_run: bool = False
+    """Check every flag, print the resolved configuration, rank map and memory estimate, start nothing, exit 0."""
 
     dry_run_processes: int | None = None
     """Processes that the dry run checks for. Default: those of this launch."""
@@ -172,10 +176,8 @@ class VCPOConfig:
         )
         _require(self.veto_ratio >= 0.0, "--vcpo-veto-ratio must not be negative.")
         _require(self.kl_coefficient >= 0.0, "--vcpo-kl-coefficient must not be negative.")
-        _require(
-            self.energy != "exact",
-            "--vcpo-energy exact is not available in this version; choose --vcpo-energy logit or length.",
-        )
+        if self.energy == "exact":
+            self._validate_exact()
         _require(
             self.ess_weights == "raw" or self.correction != "none" or self.correction_upper is not None,
             "--vcpo-ess-weights capped with --vcpo-correction none needs --vcpo-correction-upper.",
@@ -188,6 +190,29 @@ class VCPOConfig:
                 low is None or high is None or low < high,
                 f"--vcpo-correction-lower ({low}) must be below --vcpo-correction-upper ({high}).",
             )
+
+    def _validate_exact(self) -> None:
+        _require(
+            self.logit_chunk == 0,
+            "--vcpo-energy exact needs the logits of a whole micro-batch; drop --vcpo-logit-chunk.",
+        )
+        if self.energy_method == "two-pass":
+            return
+        method = f"--vcpo-energy-method {self.energy_method}"
+        _require(
+            self.correction not in ("gspo", "ppo-clip"),
+            f"{method} cannot work with --vcpo-correction {self.correction}, whose gradient is not linear in the "
+            "advantage; use --vcpo-energy-method two-pass.",
+        )
+        _require(
+            self.loss == type(self).loss,
+            f"{method} forms the gradient of the built-in loss; with --vcpo-loss use --vcpo-energy-method two-pass.",
+        )
+        _require(
+            self.energy_method != "accumulators" or (self.baseline, self.baseline_scope) == ("opob", "minibatch"),
+            f"{method} needs one baseline for all: --vcpo-baseline opob with --vcpo-baseline-scope minibatch; or use "
+            "--vcpo-energy-method deferred.",
+        )
 
 
 @dataclass(kw_only=True)
@@ -264,6 +289,10 @@ class RolloutConfig:
     engine_max_sequences: int = 256
     """Sequences the engine decodes at once."""
 
+    router_replay: Literal["off", "rollout", "training"] = "off"
+    """Experts that serve a rollout's tokens in training: the router's own choice (off), those that served them in the
+    engine (rollout, known as R3), or those the trainer chose when the trajectories arrived (training, R2)."""
+
     reward_workers: int = 2
     """Processes that compute rewards, for each trainer process that generates."""
 
@@ -294,10 +323,6 @@ class RolloutConfig:
     def phase_steps(self, sync_interval: int) -> int:
         """Optimizer steps that one rollout phase feeds."""
         if self.steps_per_phase is not None:
-    router_replay: Literal["off", "rollout", "training"] = "off"
-    """Experts that serve a rollout's tokens in training: the router's own choice (off), those that served them in the
-    engine (rollout, known as R3), or those the trainer chose when the trajectories arrived (training, R2)."""
-
             return self.steps_per_phase
         return self.max_lag + 1 if sync_interval == 1 else 1
 

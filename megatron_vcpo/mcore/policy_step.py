@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from megatron_vcpo.config import ConfigError, VCPOConfig
 from megatron_vcpo.mcore.context_parallel import gather_context_rows
+from megatron_vcpo.mcore.energies.exact import Measured
+from megatron_vcpo.mcore.energies.ways import TwoPass, applied_factors
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.minibatch import Minibatch, PackingSettings, build_minibatch, needs_scoring_pass
 from megatron_vcpo.mcore.packing import MicroBatch
@@ -107,6 +110,7 @@ class PolicyStep:
         self.loss = load_loss(config.loss)
         self.reference: ReferencePolicy | None = None
         self.replay: RouterReplay | None = None
+        self.energies: TwoPass | None = None  # with --vcpo-energy exact
         self.minibatch: Minibatch | None = None
         self.skip_reason = ""
         self._accumulated = _Accumulated()
@@ -151,8 +155,10 @@ class PolicyStep:
             self._score_reference(model, forward_backward)
         if not self.config.baseline.startswith("opob"):
             self.minibatch.baselines = self._mean_baselines()
+        elif self.energies is not None:
+            self.energies.begin(self, model, forward_backward)
         elif needs_scoring_pass(self.config, self.minibatch.plan):
-            self.minibatch.baselines = self._score_baselines(model, forward_backward)
+            self._score_baselines(model, forward_backward)
         self._accumulated = _Accumulated()  # scoring and evaluation run the same hooks
         self._result = {}
 
@@ -192,22 +198,30 @@ class PolicyStep:
         Returns:
             One dict {'logprobs', 'energy', 'entropy'} of [T] tensors for each micro-batch.
         """
-        chunks = [self.data_iterator() for _ in model]
         with torch.no_grad():
-            outputs = forward_backward(
-                forward_step_func=self.forward_step,
-                data_iterator=chunks if len(chunks) > 1 else chunks[0],
-                model=model,
-                num_microbatches=self.num_micro_batches,
-                seq_length=self.sequence_length,
-                micro_batch_size=1,
-                decoder_seq_length=self.sequence_length,
-                forward_only=True,
-                collect_non_loss_data=True,
-            )
+            outputs = self.run_pass(model, forward_backward, forward_only=True, collect_non_loss_data=True)
         if self.replay is not None:
             self.replay.finish_pass(training=False)
         return outputs
+
+    def run_pass(self, model: list[Any], forward_backward: ForwardBackward, **options: Any) -> list[Any]:
+        """A pass of the schedule over the minibatch, beside the step's own."""
+        chunks = [self.data_iterator() for _ in model]
+        return forward_backward(
+            forward_step_func=self.forward_step,
+            data_iterator=chunks if len(chunks) > 1 else chunks[0],
+            model=model,
+            num_microbatches=self.num_micro_batches,
+            seq_length=self.sequence_length,
+            micro_batch_size=1,
+            decoder_seq_length=self.sequence_length,
+            **options,
+        )
+
+    def close_pass(self) -> None:
+        """Close the books on the routes of a backward pass that is not the step's last."""
+        if self.replay is not None:
+            self.replay.finish_pass(training=True)
 
     def logprobs_of(
         self, trajectories: Sequence[Trajectory], *, model: list[Any], forward_backward: ForwardBackward
@@ -237,7 +251,7 @@ class PolicyStep:
         for micro, stats in zip(self._current().micro_batches, outputs):
             micro.reference_logprobs = stats["logprobs"]
 
-    def _score_baselines(self, model: list[Any], forward_backward: ForwardBackward) -> Tensor:
+    def _score_baselines(self, model: list[Any], forward_backward: ForwardBackward) -> None:
         batch = self._current()
         outputs = self.score(model, forward_backward)
         columns = torch.zeros(3, batch.num_trajectories, dtype=torch.float64, device=self.device)
@@ -248,11 +262,15 @@ class PolicyStep:
         if is_last_stage(self.groups.pp):
             sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
         from_last_stage(columns, self.groups.pp)
-        log_weights, energies, lengths = columns
+        self.set_baselines(Measured(*columns))
+
+    def set_baselines(self, measured: Measured) -> None:
+        """Baselines of the minibatch from what a pass over it measured."""
+        batch = self._current()
         log_energies = trajectory_log_energies(
-            log_weights=log_weights,
-            lengths=lengths,
-            energies=energies,
+            log_weights=measured.log_weights,
+            lengths=measured.lengths,
+            energies=measured.energies,
             config=self.config,
             num_trajectories=float(batch.num_trajectories),
             num_tokens=float(batch.num_response_tokens),
@@ -263,10 +281,14 @@ class PolicyStep:
             group_ids=batch.group_ids,
             log_energies=log_energies,
             config=self.config,
-            usable=torch.isfinite(log_weights),
+            usable=torch.isfinite(measured.log_weights),
         )
         self._scored_fallbacks = float(result.fallback.sum().item()) / max(1, batch.num_trajectories)
-        return result.values
+        batch.baselines = result.values
+
+    def applied_factors(self, log_weights: Tensor, lengths: Tensor) -> Tensor:
+        """What multiplies -(R_i - b_i) * scale_i * grad sum_t a_it log p_it in the gradient: [n] fp64."""
+        return applied_factors(log_weights, lengths, self._current(), self.config, self.settings.max_response_length)
 
     def _baseline_inputs(self, micro: MicroBatch, stats: dict[str, Tensor]) -> Tensor:
         """Log-weights, energies and lengths of a micro-batch's trajectories: [3, n] fp64."""
@@ -304,15 +326,17 @@ class PolicyStep:
         )
         if self.replay is not None:
             self.replay.attach(packed, micro, model)
-        output = model(
-            micro.tokens,
-            micro.position_ids,
-            None,
-            labels=micro.labels,
-            packed_seq_params=packed,
-            output_processor=output_processor,
-            output_processor_context=self._context,
-        )
+        measuring = self.energies is not None and self.energies.measuring
+        with self.energies.forward(micro, packed) if measuring else nullcontext():
+            output = model(
+                micro.tokens,
+                micro.position_ids,
+                None,
+                labels=micro.labels,
+                packed_seq_params=packed,
+                output_processor=output_processor,
+                output_processor_context=self._context,
+            )
         return output, partial(self._loss, micro)
 
     def _loss(self, micro: MicroBatch, output: dict[str, Tensor], non_loss_data: bool = False) -> Any:
@@ -321,6 +345,19 @@ class PolicyStep:
             output = gather_context_rows(output, micro.context_rows, self.groups.cp)
         if non_loss_data:
             return {name: value.detach().clone() for name, value in output.items()}
+        # Megatron divides the gradients by the sum of the counts returned here, and scales the MoE auxiliary losses
+        # by the rows that passed the router: so the rows are what is returned, and the loss makes up for it.
+        rows = torch.tensor(micro.tokens.size(1), dtype=torch.int, device=self.device)
+        if self.energies is not None and self.energies.measuring:
+            loss, logged = self.energies.loss(self, micro, output)
+            return loss, rows, logged
+        outputs = self.evaluate(micro, output)
+        # The schedule scales its loss in place: what is logged must be a copy.
+        logged = torch.stack([outputs.loss.detach().clone(), outputs.loss.new_ones(())])
+        return outputs.loss * float(self._current().num_rows), rows, {"vcpo loss": logged}
+
+    def evaluate(self, micro: MicroBatch, output: dict[str, Tensor]) -> LossOutputs:
+        """The loss of one micro-batch from its token statistics; its metrics are added to the step's."""
         batch = self._current()
         index = torch.tensor(micro.indices, dtype=torch.int64, device=self.device)
         outputs = self.loss(
@@ -346,12 +383,11 @@ class PolicyStep:
         self._accumulated.add_metrics(outputs.metrics)
         if micro.num_trajectories:
             self._accumulated.log_weights.append(self._log_weights(micro, output["logprobs"]))
-        # Megatron divides the gradients by the sum of the counts returned here, and scales the MoE auxiliary losses
-        # by the rows that passed the router: so the rows are what is returned, and the loss makes up for it.
-        rows = torch.tensor(micro.tokens.size(1), dtype=torch.int, device=self.device)
-        # The schedule scales its loss in place: what is logged must be a copy.
-        logged = torch.stack([outputs.loss.detach().clone(), outputs.loss.new_ones(())])
-        return outputs.loss * float(batch.num_rows), rows, {"vcpo loss": logged}
+        return outputs
+
+    def forget_metrics(self) -> None:
+        """Drop what passes beside the step's own have added to its metrics."""
+        self._accumulated = _Accumulated()
 
     def _check_loss(self, outputs: LossOutputs) -> None:
         # A detached loss would train nothing, and nobody would notice.
@@ -364,6 +400,11 @@ class PolicyStep:
 
     # ------------------------------------------------------------------ after the backward passes
 
+    def settle(self, model: list[Any]) -> None:
+        """Complete the gradients; on all ranks, after the last backward and before gradients are reduced."""
+        if self.energies is not None:
+            self.energies.settle(self, model)
+
     def finalize(self, model: list[Any]) -> None:
         """Reduce the step's statistics, set its learning rate and decide whether it may be taken; on all ranks."""
         batch = self._current()
@@ -374,7 +415,9 @@ class PolicyStep:
         if usable == 0:
             self.skip_reason = "no trajectory has a finite importance weight"
         elif batch.num_response_tokens == 0:
-            self.skip_reason = "no trajectory has a sampled token"  # moments and weight decay would move it all the same
+            self.skip_reason = (
+                "no trajectory has a sampled token"  # moments and weight decay would move it all the same
+            )
         elif usable < batch.num_trajectories:
             # The loss was divided by all trajectories; those left out leave the denominator too.
             factor = torch.tensor(batch.num_trajectories / usable, device=self.device)

@@ -41,7 +41,7 @@ class ReferencePolicy:
     @contextlib.contextmanager
     def in_place_of(self, model_chunks: Sequence[nn.Module]) -> Iterator[None]:
         """Run the body with the reference's weights in the model, then put the current ones back, bit for bit."""
-        with _without_parameter_gather(model_chunks):
+        with without_parameter_gather(model_chunks):
             current = ReferencePolicy(model_chunks).weights
             try:
                 self._write(model_chunks, self.weights)
@@ -58,7 +58,7 @@ class ReferencePolicy:
 
 
 @contextlib.contextmanager
-def _without_parameter_gather(model_chunks: Sequence[nn.Module]) -> Iterator[None]:
+def without_parameter_gather(model_chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Finish --overlap-param-gather's pending all-gather and hold its hooks off: the next forward pass would overwrite
     whatever weights were put into the model."""
     hooked = [chunk for chunk in model_chunks if getattr(chunk, "remove_forward_pre_hook_handles", None)]

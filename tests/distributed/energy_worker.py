@@ -20,7 +20,8 @@ from megatron_vcpo.mcore.energies.exact import ExactEnergies
 from tests.oracle.energies import measure, worst_errors
 from tests.oracle.layouts import VOCAB, Layout, Policy, build, init_distributed, trajectories
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+# fp32 is that of the model's own forward and backward (tests/mcore/test_energies.py has a milder model).
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 _CONFIG = VCPOConfig(tokens_per_micro_batch=60)
 _SHARED_EXPERT = {"moe_shared_expert_intermediate_size": 16}
 POLICIES = {

@@ -27,6 +27,7 @@ def kind_of(name: str) -> str:
         ("word_embeddings", "embedding"),
         ("output_layer", "output"),
         ("router", "router"),
+        ("gate_weight", "router"),
         ("norm", "norm"),
         ("local_experts", "expert"),
     ):

@@ -13,7 +13,9 @@ from typing import Any
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.mcore.energies import experts, rules
 from megatron_vcpo.mcore.energies.collector import EnergyCollector
+from megatron_vcpo.mcore.energies.transformer_engine import te_rules
 from megatron_vcpo.mcore.energies.unsupported import require_supported
+from megatron_vcpo.mcore.reference import without_parameter_gather
 
 Rule = Callable[[EnergyCollector, str, Any, rules.Undo], None]
 
@@ -25,10 +27,12 @@ def rule_table() -> list[tuple[type, Rule, tuple[str, ...]]]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     both = ("weight", "bias")
     return [
+        *te_rules(),
         (ColumnParallelLinear, rules.linear, both),
         (RowParallelLinear, rules.linear, both),
         (VocabParallelEmbedding, rules.embedding, ("weight",)),
@@ -36,6 +40,7 @@ def rule_table() -> list[tuple[type, Rule, tuple[str, ...]]]:
         (torch.nn.LayerNorm, rules.norm, both),
         (FusedLayerNorm, rules.norm, both),
         (TopKRouter, rules.router, both),
+        (SharedExpertMLP, rules.shared_expert_gate, ("gate_weight",)),
         (MoELayer, experts.moe_layer, ()),
         (TransformerLayer, rules.layer_scope, ()),
     ]
@@ -54,6 +59,7 @@ class Attachment:
 
         require_supported(get_model_config(model[0]))
         named = [(name, p) for chunk in model for name, p in chunk.named_parameters() if p.requires_grad]
+        self.model = model
         self.parameters = [parameter for _, parameter in named]
         self.trainable = frozenset(map(id, self.parameters))
         self.tied = any(getattr(m, "share_embeddings_and_output_weights", False) for c in model for m in c.modules())
@@ -79,14 +85,15 @@ class Attachment:
     def active(self, collector: EnergyCollector) -> Iterator[None]:
         """Freeze all parameters and let the collector hear of every use of them."""
         undo: rules.Undo = []
-        for parameter in self.parameters:
-            parameter.requires_grad_(False)
-        try:
-            for rule, name, module in self._uses:
-                rule(collector, name, module, undo)
-            yield
-        finally:
-            for restore in reversed(undo):
-                restore()
+        with without_parameter_gather(self.model):  # its hooks want parameters that are trained
             for parameter in self.parameters:
-                parameter.requires_grad_(True)
+                parameter.requires_grad_(False)
+            try:
+                for rule, name, module in self._uses:
+                    rule(collector, name, module, undo)
+                yield
+            finally:
+                for restore in reversed(undo):
+                    restore()
+                for parameter in self.parameters:
+                    parameter.requires_grad_(True)

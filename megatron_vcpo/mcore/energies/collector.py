@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vcpo.mcore.energies.contributions import Contribution, working
+from megatron_vcpo.mcore.energies.contributions import Contribution, Products, working
 from megatron_vcpo.mcore.energies.layout import Layout
 from megatron_vcpo.mcore.energies.rows import Rows
 from megatron_vcpo.mcore.packing import MicroBatch
@@ -74,6 +74,7 @@ class EnergyCollector:
         tied: bool,
         device: torch.device,
         sink: Sink | None = None,
+        products: Products = Products.NONE,
     ) -> None:
         """Args:
         layout: process groups.
@@ -82,11 +83,13 @@ class EnergyCollector:
         tied: the output layer's weight is the embedding's.
         device: of the energies.
         sink: takes every contribution, for the ways that form weight gradients from them.
+        products: what the sink wants of trajectories' own gradients.
         """
         self.layout = layout
         self.trainable = trainable
         self.tied = tied
         self.sink = sink
+        self.products = products
         self.table = torch.zeros(len(KINDS), num_trajectories, dtype=torch.float64, device=device)
         self.current: MicroBatchRows | None = None
         self.dispatched: list[Rows] = []  # of the experts of the layer that is running
@@ -139,7 +142,7 @@ class EnergyCollector:
 
         def hook(gradient: Tensor) -> None:
             contribution = make(gradient)
-            contribution.add_energies(self.table[KINDS.index(kind)])
+            contribution.add_energies(self.table[KINDS.index(kind)], self.products)
             if self.sink is not None:
                 self.sink(param, contribution)
 

@@ -2,12 +2,13 @@
 
 With x the rows that enter and g the gradients of the rows that leave, the gradient of trajectory i is
 sum_t g_t x_t^T over its rows for a matrix, sum_t v_t for a vector, and rows of g added up word by word for an
-embedding. A contribution knows its energies, || gradient of i ||^2, and sum_i c_i * (gradient of i) for any c.
+embedding. A contribution knows its energies, || gradient of i ||^2, and then sum_i c_i * (gradient of i) for any c.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,8 @@ from megatron_vcpo.mcore.energies.rows import Rows
 
 Values = npt.NDArray[np.float64]
 
+_FEW_ROWS = 48  # below, three passes over a [d_out, d_in] product take longer than a second multiplication would
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -29,16 +32,25 @@ class Share:
     counts: bool = True  # False: another rank holds the same shard and the same rows, and counts them
 
 
+class Products(enum.Enum):
+    """What becomes of a trajectory's own weight gradient, where forming it is a way to its norm."""
+
+    NONE = enum.auto()  # only its norm is wanted
+    SMALLER = enum.auto()  # kept in place of the rows, for what is cheaper to form is also smaller
+    ALWAYS = enum.auto()  # formed even where the norm alone would be cheaper, for it is going to be used twice
+
+
 class Contribution(Protocol):
     """One use of one parameter in one micro-batch."""
 
-    def add_energies(self, into: Tensor) -> None:
-        """Add the energies that this rank counts to `into`, [N] fp64; collective over the share's group."""
+    def add_energies(self, into: Tensor, products: Products) -> None:
+        """Add the energies that this rank counts to `into`, [N] fp64; once, and a collective over the share's group."""
 
-    def gradient(self, coefficients: Values) -> Tensor:
-        """sum_i c_i * (gradient of i) from this rank's rows, for c [N]; of the parameter's shape.
+    def add_gradient(self, into: Tensor, coefficients: Values) -> None:
+        """Add sum_i c_i * (gradient of i) to `into`, of the parameter's shape, for c [N]; after `add_energies`.
 
-        Trajectories with c_i = 0 stay out whatever they hold, NaN included.
+        Over the ranks whose gradients Megatron adds up it is complete. Trajectories with c_i = 0 stay out whatever
+        they hold, NaN included.
         """
 
 
@@ -55,16 +67,7 @@ def working(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def product_energy(x: Tensor, g: Tensor) -> Tensor:
-    """|| g^T x ||^2 of x [t, d_in] and g [t, d_out], by the product itself or by sum_ts (g_t.g_s)(x_t.x_s), whichever
-    needs fewer multiplications. Source: the mixed ghost norm of arXiv 2205.10683."""
-    (x, g), rows = working(x, g), x.size(0)
-    if x.size(1) * g.size(1) <= rows * (x.size(1) + g.size(1)):
-        return squared_norm(g.t() @ x)
-    return (g @ g.t()).mul_(x @ x.t()).sum(dtype=torch.float64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MatrixContribution:
     """A linear layer: weight [d_out, d_in]."""
 
@@ -72,21 +75,49 @@ class MatrixContribution:
     g: Tensor  # [t, d_out]
     rows: Rows
     share: Share
+    formed: list[tuple[int, Tensor]] = field(default_factory=list)  # trajectories and their gradients [d_out, d_in]
 
-    def add_energies(self, into: Tensor) -> None:
-        rows, x, g = self.rows, self.x, self.g
+    def add_energies(self, into: Tensor, products: Products) -> None:
+        """The norm of g^T x by that product or by sum_ts (g_t.g_s)(x_t.x_s), whichever needs fewer multiplications.
+
+        Source: the mixed ghost norm of arXiv 2205.10683.
+        """
         if self.share.group is not None:
-            exchange = rows.exchange(self.share.group)
-            rows, x, g = exchange.rows, exchange(x), exchange(g)
-        if self.share.counts:
-            for index, span in rows.segments:
-                into[index] += product_energy(x[span], g[span])
+            exchange = self.rows.exchange(self.share.group)
+            self.rows, self.x, self.g = exchange.rows, exchange(self.x), exchange(self.g)
+        for index, span in self.rows.segments:
+            x, g = working(self.x[span], self.g[span])
+            size, length = x.size(1) * g.size(1), x.size(0)
+            if size <= length * (x.size(1) + g.size(1)) or (products is Products.ALWAYS and length >= _FEW_ROWS):
+                product = g.t() @ x
+                energy = squared_norm(product)
+                if products is not Products.NONE:
+                    self.formed.append((index, product))
+            else:
+                energy = (g @ g.t()).mul_(x @ x.t()).sum(dtype=torch.float64)
+            if self.share.counts:
+                into[index] += energy
+        if self.formed:
+            self._keep_rows_of_others()
 
-    def gradient(self, coefficients: Values) -> Tensor:
+    def _keep_rows_of_others(self) -> None:
+        left, index = self.rows.without([owner for owner, _ in self.formed])
+        self.rows, self.x, self.g = left, self.x[index], self.g[index]
+
+    def add_gradient(self, into: Tensor, coefficients: Values) -> None:
+        for index, product in self.formed:
+            if coefficients[index] != 0.0:
+                into.add_(product, alpha=float(coefficients[index]))
+        if len(self.rows.ids) == 0:
+            return
         factors, keep = self.rows.coefficients(coefficients)
         x, g = (self.x, self.g) if keep is None else (self.x[keep], self.g[keep])
         dtype = torch.promote_types(x.dtype, g.dtype)
-        return (g * factors.to(g.dtype)[:, None]).to(dtype).t() @ x.to(dtype)
+        weighted, x = (g * factors.to(g.dtype)[:, None]).to(dtype), x.to(dtype)
+        if into.dtype == dtype:
+            into.addmm_(weighted.t(), x)
+        else:
+            into.add_(weighted.t() @ x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +138,7 @@ class VectorContribution:
             sums[slots[index]] = values[span].sum(0)
         return VectorContribution(sums=sums, rows=rows, share=share)
 
-    def add_energies(self, into: Tensor) -> None:
+    def add_energies(self, into: Tensor, products: Products) -> None:
         total, counts = self.sums, self.share.counts
         if self.share.group is not None:
             total = total.clone()
@@ -115,12 +146,12 @@ class VectorContribution:
             counts = dist.get_rank(self.share.group) == 0
         if counts:
             members = torch.from_numpy(self.rows.members).to(into.device)
-            into.index_add_(0, members, total.double().square_().sum(1))
+            into.index_add_(0, members, total.double().square().sum(1))
 
-    def gradient(self, coefficients: Values) -> Tensor:
+    def add_gradient(self, into: Tensor, coefficients: Values) -> None:
         factors = coefficients[self.rows.members]
         kept = torch.from_numpy(factors.nonzero()[0]).to(self.sums.device)
-        return torch.from_numpy(factors).to(self.sums)[kept] @ self.sums[kept]
+        into.add_(torch.from_numpy(factors).to(self.sums)[kept] @ self.sums[kept])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +165,7 @@ class EmbeddingContribution:
     first: int
     height: int
 
-    def add_energies(self, into: Tensor) -> None:
+    def add_energies(self, into: Tensor, products: Products) -> None:
         rows, g, words = self.rows, self.g, self.words
         if self.share.group is not None:
             exchange = rows.exchange(self.share.group)
@@ -148,8 +179,8 @@ class EmbeddingContribution:
         own = (words >= self.first) & (words < self.first + self.height)
         return words[own] - self.first, g[own]
 
-    def gradient(self, coefficients: Values) -> Tensor:
+    def add_gradient(self, into: Tensor, coefficients: Values) -> None:
         factors, keep = self.rows.coefficients(coefficients)
         g, words = (self.g, self.words) if keep is None else (self.g[keep], self.words[keep])
         own, g_own = self._of_shard(words, g * factors.to(g.dtype)[:, None])
-        return g.new_zeros(self.height, g.size(1)).index_add_(0, own, g_own)
+        into.index_add_(0, own, g_own.to(into.dtype))

@@ -1,11 +1,4 @@
-"""ExactEnergies: the exact energies of a step, and the three ways from them to its gradient.
-
-two-pass      a backward that only measures, then the ordinary step with baselines that are known.
-deferred      the step's own backward measures; inputs and output gradients are kept until the baselines are known, and
-              the weight gradients are formed then.
-accumulators  the step's own backward measures and adds up two gradients, with the rewards and with 1 in the place of
-              (R_i - b); one baseline for the whole minibatch combines them.
-"""
+"""ExactEnergies: backward passes that measure, over minibatches of one model."""
 
 from __future__ import annotations
 
@@ -21,6 +14,7 @@ from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import ConfigError, VCPOConfig
 from megatron_vcpo.mcore.energies.attach import Attachment
 from megatron_vcpo.mcore.energies.collector import EnergyCollector, MicroBatchRows, Sink
+from megatron_vcpo.mcore.energies.contributions import Products
 from megatron_vcpo.mcore.energies.layout import Layout
 from megatron_vcpo.mcore.energies.quiet import energy_schedule
 from megatron_vcpo.mcore.packing import MicroBatch
@@ -86,13 +80,19 @@ class ExactEnergies:
 
     @contextmanager
     def measuring_pass(
-        self, num_trajectories: int, *, sink: Sink | None = None, finalize: bool = False
+        self,
+        num_trajectories: int,
+        *,
+        sink: Sink | None = None,
+        products: Products = Products.NONE,
+        finalize: bool = False,
     ) -> Iterator[None]:
         """The schedule's passes within measure, and form no gradient but through the sink.
 
         Args:
             num_trajectories: N of the minibatch.
             sink: takes every contribution.
+            products: what the sink wants of trajectories' own gradients.
             finalize: leave the schedule's hook that finalizes gradients in place.
         """
         collector = EnergyCollector(
@@ -102,6 +102,7 @@ class ExactEnergies:
             tied=self.attachment.tied,
             device=self.device,
             sink=sink,
+            products=products,
         )
         columns = torch.zeros(3, num_trajectories, dtype=torch.float64, device=self.device)
         with self.attachment.active(collector), energy_schedule(self.transformer, finalize=finalize):
@@ -142,10 +143,7 @@ class ExactEnergies:
             config=self.config,
         )
         weights = weights * torch.cat([factors, factors.new_zeros(1)])[ids]
-        columns[0, index] = sequence_log_weights(
-            logprobs.detach(), micro.behavior_logprobs, micro.response_mask, micro.trajectory_ends
-        )
-        columns[1, index] = segment_sum(micro.response_mask.double(), ids, n)
+        columns[0, index], columns[1, index] = self.weights_and_lengths(micro, logprobs)
         used = weights != 0.0
         loss = (torch.where(used, weights, 0.0).to(logprobs.dtype) * torch.where(used, logprobs, 0.0)).sum()
 
@@ -154,6 +152,13 @@ class ExactEnergies:
 
         loss.register_hook(record)
         return loss * 1.0  # the schedule may change its loss in place, where the hook would not see it
+
+    def weights_and_lengths(self, micro: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-weights and response lengths of a micro-batch's trajectories: [n] fp64 each."""
+        ends = micro.trajectory_ends
+        log_weights = sequence_log_weights(logprobs.detach(), micro.behavior_logprobs, micro.response_mask, ends)
+        ids = segment_ids(ends, micro.num_rows)
+        return log_weights, segment_sum(micro.response_mask.double(), ids, micro.num_trajectories)
 
     def reduce(self) -> Measured:
         """The pass's findings on every rank; collective over all, within the pass and after its last backward."""

@@ -84,11 +84,29 @@ def _expert_share(groups: Any) -> Any:
     dist.all_gather_into_tensor(table, facts)
     rows = table.view(-1, 3).tolist()
     indices: dict[int, set[int]] = {}  # tp_ep group -> data-parallel indices of its ranks
-    for tp_ep, _, dp in rows:
+    replicas: dict[int, list[int]] = {}  # expt_dp group -> its ranks
+    for rank, (tp_ep, expt_dp, dp) in enumerate(rows):
         indices.setdefault(tp_ep, set()).add(dp)
-    sharing = share_classes([(rank, indices[rows[rank][0]]) for rank in dist.get_process_group_ranks(groups.expt_dp)])
-    mine = next(ranks for ranks in sharing if dist.get_rank() in ranks)
-    return dist.new_group(mine, use_local_synchronization=True) if len(mine) > 1 else None
+        replicas.setdefault(expt_dp, []).append(rank)
+    found = None
+    for ranks in replicas.values():
+        for sharing in share_classes([(rank, indices[rows[rank][0]]) for rank in ranks]):
+            if len(sharing) > 1:
+                group = _group_of(sharing, groups)
+                found = group if dist.get_rank() in sharing else found
+    return found
+
+
+def _group_of(ranks: list[int], groups: Any) -> Any:
+    """A process group of these ranks: one of Megatron's where there is one, else a new one; called by all ranks."""
+    known = [getattr(groups, name, None) for name in ("expt_dp", "cp", "tp", "tp_cp", "dp_cp")]
+    same = [group for group in known if group is not None and dist.get_process_group_ranks(group) == ranks]
+    # All classes have one shape, so either every rank finds its own class among Megatron's groups or none does.
+    every = torch.tensor(int(bool(same) or dist.get_rank() not in ranks), device=collective_device())
+    dist.all_reduce(every, dist.ReduceOp.MIN)
+    if every.item():
+        return same[0] if same else None
+    return dist.new_group(ranks)
 
 
 def share_classes(sources: list[tuple[int, set[int]]]) -> list[list[int]]:

@@ -41,6 +41,11 @@ class Rows:
         """The contiguous slice that one of `size` sequence-parallel ranks holds."""
         return Rows(ids=np.split(self.ids, size)[rank], device=self.device, members=self.members)
 
+    def without(self, owners: list[int]) -> tuple[Rows, Tensor]:
+        """The rows of other trajectories, and their indices here; rows of none stay out too."""
+        index = np.flatnonzero(~np.isin(self.ids, [-1, *owners]))
+        return Rows(ids=self.ids[index], device=self.device, members=self.members), self._on_device(index)
+
     def coefficients(self, values: npt.NDArray[np.float64]) -> tuple[Tensor, Tensor | None]:
         """Each row's value of its trajectory, and the rows to keep where some trajectory's value is 0 (else None).
 

@@ -119,15 +119,15 @@ def _linear_bias(collector: EnergyCollector, module: Any, out: Tensor) -> None:
 def norm(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
     """Layer norm and RMS norm, of hidden states or of the heads of queries and keys."""
     layout = collector.layout
-    of_heads = name.endswith(("q_layernorm", "k_layernorm"))
-    split = of_heads or getattr(module.weight, "sequence_parallel", False)
-    share = layout.partial if split else layout.replicated
 
     def hook(module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         if not (collector.listens(out, module.weight) or collector.listens(out, getattr(module, "bias", None))):
             return
         x, width = inputs[0], out.size(-1)
-        rows = collector.rows(out.size(0) * out.size(1))
+        of_heads = out.dim() == 4 and name.endswith(("q_layernorm", "k_layernorm"))  # [T, 1, heads, width]
+        split = of_heads or getattr(module.weight, "sequence_parallel", False)
+        share = layout.partial if split else layout.replicated
+        rows = collector.rows(out.size(0) if of_heads else out.numel() // width)
 
         def per_row(values: Tensor) -> Tensor:
             return values.reshape(len(rows.ids), -1, width).sum(1)
@@ -143,9 +143,9 @@ def norm(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None
     undo.append(module.register_forward_hook(hook).remove)
 
 
-def normalized(module: Any, x: Tensor) -> Tensor:
+def normalized(module: Any, x: Tensor, *, rms: bool | None = None) -> Tensor:
     """What the norm's weight multiplies."""
-    if isinstance(module, torch.nn.RMSNorm) or "RMS" in type(module).__name__:
+    if "RMS" in type(module).__name__ if rms is None else rms:
         return F.rms_norm(x, x.shape[-1:], None, module.eps)
     return F.layer_norm(x, x.shape[-1:], None, None, module.eps)
 
@@ -205,6 +205,26 @@ def router(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> No
         return gating
 
     shadow(undo, module, "gating", wrap)
+
+
+def shared_expert_gate(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
+    """The gate of a shared expert, out = mlp(x) * sigmoid(x w^T): the logit's gradient follows from the output's."""
+    layout = collector.layout
+    share = layout.partial if module.config.sequence_parallel else layout.replicated
+
+    def hook(module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        if not collector.listens(out, module.gate_weight):
+            return
+        x, value = inputs[0].detach(), out.detach()
+        rows = collector.rows(out.numel() // out.size(-1))
+
+        def contribution(g: Tensor) -> Contribution:
+            closed = 1.0 - torch.sigmoid(F.linear(x, module.gate_weight.detach()))
+            return MatrixContribution(x=flat(x), g=flat((g * value).sum(-1, True) * closed), rows=rows, share=share)
+
+        collector.watch(out, module.gate_weight, "router", contribution)
+
+    undo.append(module.register_forward_hook(hook).remove)
 
 
 # ---------------------------------------------------------------------- scopes: whose rows a part of the model sees

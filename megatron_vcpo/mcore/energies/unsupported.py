@@ -18,16 +18,18 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("moe_latent_size", None, "--moe-latent-size: latent projections have no rule"),
     ("moe_pad_expert_input_to_capacity", False, "--moe-pad-expert-input-to-capacity: padding has no owner"),
     ("cuda_graph_impl", "none", "--cuda-graph-impl: graphs replay without hooks"),
+    ("use_transformer_engine_op_fuser", False, "--use-transformer-engine-op-fuser: it hides what enters a layer"),
+    ("moe_single_grouped_weight", False, "--moe-single-grouped-weight: it merges experts into one parameter"),
     ("cpu_offloading", False, "--cpu-offloading: hooks would keep what was offloaded"),
 )
 
 
 def require_supported(config: Any) -> None:
-    """Raise ConfigError, one sentence, for a transformer config whose energies could not be exact."""
+    """Raise ConfigError, one sentence, for a transformer config, or Megatron's arguments, without exact energies."""
     for name, harmless, reason in _REFUSED:
         if getattr(config, name, harmless) not in (harmless, None, False):
             _refuse(reason)
-    experts = getattr(config, "num_moe_experts", None)
+    experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
     if experts and config.moe_token_dispatcher_type == "flex":
         _refuse("--moe-token-dispatcher-type flex: owners of rows cannot travel through it; use alltoall")
     if experts and config.add_bias_linear:
