@@ -64,6 +64,9 @@ class RolloutEngine(Protocol):
     version: int | None
     """Policy version of the weights it serves; None while no complete set has arrived: generate() then refuses."""
 
+    float32_weights: frozenset[str]
+    """Parameters that it holds in float32, whatever its type: they are published in float32."""
+
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, progress: bool
     ) -> list[GenerationResult]:

@@ -57,7 +57,7 @@ class ProcessEngine:
         theirs.close()
         self._post(("start", settings, torch.get_num_threads()))
         try:
-            self._answer("start", _START)
+            self.float32_weights: frozenset[str] = self._answer("start", _START)
         except EngineError:
             self.shutdown()
             raise
@@ -266,7 +266,7 @@ class _Host:
             settings, threads = arguments
             torch.set_num_threads(threads)
             self._engine = VLLMEngine(settings)
-            return None
+            return self._engine.float32_weights
         assert self._engine is not None
         match what:
             case "generate":

@@ -59,6 +59,7 @@ class VLLMEngine:
     def __init__(self, settings: VLLMSettings) -> None:
         """Start the engine (seconds to minutes; imports vLLM). Raises EngineError when it cannot start."""
         self.version: int | None = None
+        self.float32_weights: frozenset[str] = frozenset()
         self._settings = settings
         if not (Path(settings.model_dir) / "config.json").is_file():
             raise EngineError(f"The engine's model folder {settings.model_dir} has no config.json; check the path.")
@@ -72,6 +73,7 @@ class VLLMEngine:
             with self._turn, self._as_engine_error(f"vLLM could not start with {settings.model_dir}"):
                 self._llm = _build(settings)
                 self._loader = WeightLoader(self._llm)
+                self.float32_weights = self._loader.float32_names()
                 if settings.return_routes:
                     self._routes = VLLMRoutes(self._llm, on_cpu=_on_cpu())
         except EngineError:

@@ -39,6 +39,11 @@ class WeightLoader:
         self._plan: CopyPlan | None = None
         self._proven = False  # whether an update by the plan was compared with what was sent
 
+    def float32_names(self) -> frozenset[str]:
+        """Parameters of the model that are float32, by vLLM's names; a router's are those of the checkpoint."""
+        model = self._on_model(_itself)
+        return frozenset(name for name, value in model.named_parameters() if value.dtype == torch.float32)
+
     def load(self, weights: Iterator[tuple[str, torch.Tensor]], *, verify: bool = False) -> UpdateReport:
         """Replace all weights. Raises EngineError naming the tensor; the engine can take another set afterwards.
 

@@ -7,8 +7,9 @@ The plan is made once and needs one small exchange; a stream holds one bucket an
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron_vcpo.sync.naming import (
     Family,
     Layout,
     ModelShape,
+    ParameterSpec,
     export_tensors,
     shard_shape,
 )
@@ -39,6 +41,7 @@ class WeightGatherer:
         dtype: type of the tensors that come out, but for those that the table keeps in another; converted before they
             travel.
         bucket_bytes: most bytes that travel together; a larger parameter travels alone.
+        keep_float32: Hugging Face names that travel in float32, because the engine holds them so (a router's weights).
 
     Raises:
         SyncError: on every rank, where model and table disagree; all names are listed.
@@ -53,12 +56,13 @@ class WeightGatherer:
         *,
         dtype: torch.dtype,
         bucket_bytes: int = 64 << 20,
+        keep_float32: Collection[str] = (),
     ) -> None:
         self._shape = shape
         self._groups = groups
         self._layout = Layout.of(groups)
         self._dtype = dtype
-        self._specs = family.parameters(shape)
+        self._specs = [_kept(spec, keep_float32) for spec in family.parameters(shape)]
         match = match_model(model_chunks, self._specs, shape, groups)
         raise_together(match.error(SyncError))
         self._local = match.local
@@ -68,16 +72,20 @@ class WeightGatherer:
         )
 
     @property
+    def entries(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(Hugging Face name, type, full shape) of every tensor, in the order of the stream."""
+        found = {name: (spec.dtype or self._dtype, size) for spec in self._specs for name, size in spec.hf}
+        return [(name, *entry) for name, entry in found.items()]
+
+    @property
     def names(self) -> list[str]:
         """Every Hugging Face name, in the order of the stream."""
-        return [name for spec in self._specs for name, _ in spec.hf]
+        return [name for name, *_ in self.entries]
 
     @property
     def nbytes(self) -> int:
         """Bytes of one stream."""
-        return sum(
-            math.prod(size) * (spec.dtype or self._dtype).itemsize for spec in self._specs for _, size in spec.hf
-        )
+        return sum(math.prod(size) * dtype.itemsize for _, dtype, size in self.entries)
 
     @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,3 +135,9 @@ class WeightGatherer:
         dtype = bucket.dtype or self._dtype
         parts = [self._local[spec.name].detach().to(dtype).flatten() for spec in bucket.specs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _kept(spec: ParameterSpec, keep_float32: Collection[str]) -> ParameterSpec:
+    if spec.dtype is None and all(name in keep_float32 for name, _ in spec.hf):
+        return dataclasses.replace(spec, dtype=torch.float32)
+    return spec

@@ -65,7 +65,13 @@ class WeightSynchronizer:
         self._timeout = config.timeout
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.gatherer = WeightGatherer(
-            model_chunks, family, shape, groups, dtype=dtype, bucket_bytes=config.bucket_bytes
+            model_chunks,
+            family,
+            shape,
+            groups,
+            dtype=dtype,
+            bucket_bytes=config.bucket_bytes,
+            keep_float32=engine.float32_weights,
         )
 
     def publish(self, version: int, *, verify: bool = False) -> SyncReport:

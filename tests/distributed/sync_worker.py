@@ -177,6 +177,8 @@ def check_staging(case: Case) -> None:
 class FailingEngine:
     """Raises at its third tensor on one rank."""
 
+    float32_weights: frozenset[str] = frozenset()
+
     def __init__(self, rank: int) -> None:
         self.version: int | None = None
         self._fails = dist.get_rank() == rank

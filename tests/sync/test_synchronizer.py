@@ -24,6 +24,8 @@ from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 class RecordingEngine:
     """Keeps copies of what it is given; may fail or get stuck at one tensor, stop reading early, or misread one."""
 
+    float32_weights: frozenset[str] = frozenset()
+
     def __init__(
         self,
         *,
@@ -174,6 +176,20 @@ def test_a_verified_publication_compares_what_arrived_with_what_was_sent(megatro
     with pytest.raises(SyncError, match=r"1 tensors .* other bits .*: model\.layers\.0\.mlp\.down_proj\.weight"):
         synchronizer.publish(3, verify=True)
     assert engine.version is None
+
+
+def test_what_the_engine_holds_in_float32_is_published_in_float32(megatron_groups: Any) -> None:
+    engine = RecordingEngine()
+    engine.float32_weights = frozenset({"model.norm.weight", "an_engines_own.weight"})
+    model, synchronizer = build(engine, megatron_groups, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.decoder.final_layernorm.weight.add_(1e-4)  # less than bfloat16 can tell from 1
+    report = synchronizer.publish(1)
+    kept = [name for name, tensor in engine.weights.items() if tensor.dtype == torch.float32]
+    assert kept == ["model.norm.weight"]
+    assert torch.equal(engine.weights["model.norm.weight"], model.decoder.final_layernorm.weight)
+    assert report.bytes == synchronizer.gatherer.nbytes
+    assert {(n, d) for n, d, _ in synchronizer.gatherer.entries} == {(n, t.dtype) for n, t in engine.weights.items()}
 
 
 def test_large_finite_values_are_accepted() -> None:
