@@ -115,8 +115,8 @@ def verify(source: Source, made: Source, result: Result, how: str, options: Opti
     for line in ledger.lines():
         print(line)
     problem = None if ledger.same else "tensors differ"
-    if ledger.rounded and options.dtype is None:
-        problem = "tensors changed their type"
+    if any(made.dtype(spec) != stored_dtype(source, spec, options.dtype) for spec in source.specs):
+        problem = "tensors are of another type"
     if how == "full" and problem is None:
         gap = compare_logits(source, made, dtype=options.dtype)
         print(gap.line())
