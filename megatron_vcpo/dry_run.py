@@ -44,21 +44,29 @@ def _section(title: str, rows: list[tuple[str, object]]) -> str:
 
 
 def _model(args: argparse.Namespace, config: PluginConfig) -> str:
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    counts, padding = count_parameters(args), args.padded_vocab_size - args.vocab_size
     rows: list[tuple[str, object]] = [
-        ("parameters", f"{count_parameters(args).total:,}"),
+        ("parameters", f"{counts.total - counts.tables * args.hidden_size * padding:,}"),
         ("layers x hidden, feed-forward", f"{args.num_layers} x {args.hidden_size:,}, {args.ffn_hidden_size:,}"),
-        ("heads, key-value heads, head size", f"{args.num_attention_heads}, {groups}, {args.kv_channels}"),
+        _heads(args),
         ("vocabulary, padded", f"{args.vocab_size:,}, {args.padded_vocab_size:,}"),
     ]
     if args.num_experts:
         rows.append(("experts, chosen for each token", f"{args.num_experts}, {args.moe_router_topk}"))
+        rows.append(("layers with experts", f"{_sparse_layers(args)} of {args.num_layers}"))
     rows += [
         ("trainer's data type", str(args.params_dtype).removeprefix("torch.")),
         ("layers from", args.transformer_impl),
         ("initial weights", args.load or config.vcpo.load_hf or "random"),
     ]
     return _section("Model", rows)
+
+
+def _heads(args: argparse.Namespace) -> tuple[str, str]:
+    if args.multi_latent_attention:
+        sizes = (args.num_attention_heads, args.q_lora_rank or "none", args.kv_lora_rank, args.qk_pos_emb_head_dim)
+        return "heads, latents of q, of k and v", "{}, {}, {} + {} rotated".format(*sizes)
+    return "heads, key-value heads, head size", f"{args.num_attention_heads}, {_kv_heads(args)}, {args.kv_channels}"
 
 
 def _flow(args: argparse.Namespace, config: PluginConfig) -> str:
@@ -162,20 +170,20 @@ class ParameterCounts:
 
 
 def count_parameters(args: argparse.Namespace) -> ParameterCounts:
-    """Count the parameters of a model of one of the known families from Megatron's arguments."""
-    hidden, head = args.hidden_size, args.kv_channels
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    """Count the parameters of a model of one of the known families from Megatron's arguments.
+
+    The biases of auxiliary-loss-free balancing are counted, which nothing trains by gradients: checkpoints hold them.
+    """
+    hidden = args.hidden_size
     gate = 3 if args.swiglu else 2
-    qkv = head * (args.num_attention_heads + 2 * groups)
-    attention = hidden * qkv + hidden * head * args.num_attention_heads
-    attention += qkv if args.add_qkv_bias else 0
-    attention += 2 * head if args.qk_layernorm else 0
+    attention = _latent_parameters(args) if args.multi_latent_attention else _attention_parameters(args)
     sparse = _sparse_layers(args)
     layers = args.num_layers * (attention + 2 * hidden) + hidden
     layers += (args.num_layers - sparse) * gate * hidden * args.ffn_hidden_size
     experts = 0
     if sparse:
-        layers += sparse * hidden * args.num_experts
+        router = args.num_experts * (hidden + int(args.moe_router_enable_expert_bias))
+        layers += sparse * (router + gate * hidden * (args.moe_shared_expert_intermediate_size or 0))
         experts = sparse * gate * hidden * (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.num_experts
     return ParameterCounts(
         embedding=hidden * args.padded_vocab_size,
@@ -183,6 +191,30 @@ def count_parameters(args: argparse.Namespace) -> ParameterCounts:
         layers=layers,
         experts=experts,
     )
+
+
+def _kv_heads(args: argparse.Namespace) -> int:
+    return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads)
+
+
+def _attention_parameters(args: argparse.Namespace) -> int:
+    """Of one layer with multi-head attention."""
+    hidden, head = args.hidden_size, args.kv_channels
+    qkv = head * (args.num_attention_heads + 2 * _kv_heads(args))
+    count = hidden * qkv + hidden * head * args.num_attention_heads
+    count += qkv if args.add_qkv_bias else 0
+    return int(count + (2 * head if args.qk_layernorm else 0))
+
+
+def _latent_parameters(args: argparse.Namespace) -> int:
+    """Of one layer with multi-latent attention; the norms stand behind the latents."""
+    hidden, heads, key_value = args.hidden_size, args.num_attention_heads, args.kv_lora_rank
+    query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    low = args.q_lora_rank
+    count = low * (hidden + query + int(args.qk_layernorm)) if low else hidden * query
+    count += hidden * (key_value + args.qk_pos_emb_head_dim) + (key_value if args.qk_layernorm else 0)
+    count += key_value * heads * (args.qk_head_dim + args.v_head_dim)
+    return int(count + heads * args.v_head_dim * hidden)
 
 
 def _sparse_layers(args: argparse.Namespace) -> int:
@@ -198,8 +230,9 @@ def _state_bytes(args: argparse.Namespace) -> float:
     counts = count_parameters(args)
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     tables = counts.tables if pp == 1 else 1
-    dense = (counts.layers / pp + tables * counts.embedding) / tp
-    expert_ranks = (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size * pp
+    stage = -(-args.num_layers // pp) / args.num_layers  # share of the layers on the fullest stage
+    dense = (counts.layers * stage + tables * counts.embedding) / tp
+    expert_ranks = (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size
     half = args.bf16 or args.fp16
     gradient = 2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4
     kept = (2 if half else 4) + gradient
@@ -209,7 +242,7 @@ def _state_bytes(args: argparse.Namespace) -> float:
         return parameters * (kept + sharded / (replicas if args.use_distributed_optimizer else 1))
 
     return size(dense, args.world_size // (tp * pp)) + size(
-        counts.experts / expert_ranks, args.world_size // expert_ranks
+        counts.experts * stage / expert_ranks, args.world_size // (expert_ranks * pp)
     )
 
 
@@ -225,7 +258,13 @@ def _activation_bytes(args: argparse.Namespace, config: PluginConfig) -> float:
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
-    shared, split = 10.0, 8.0 + 4.0 * ffn / args.hidden_size  # bytes per token and hidden unit, in half precision
+        ffn += args.moe_shared_expert_intermediate_size or 0
+    key, value = args.kv_channels, args.kv_channels
+    if args.multi_latent_attention:
+        key, value = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    # Bytes per token and hidden unit, in half precision: queries and keys, values and the attention's result, MLP.
+    split = 4.0 * (args.num_attention_heads * (key + value) + ffn) / args.hidden_size
+    shared = 10.0
     layer = (shared / (tp if args.sequence_parallel else 1) + split / tp) * tokens * args.hidden_size * width / 2
     kept = tokens * args.hidden_size * width / (tp if args.sequence_parallel else 1)
     layers = args.num_layers  # of 1/pp of them for pp micro-batches in flight
@@ -247,10 +286,11 @@ def _engine_bytes(args: argparse.Namespace, config: PluginConfig) -> int:
 
 def cache_tokens(args: argparse.Namespace, config: PluginConfig) -> int:
     """Tokens that fit into the key-value cache of one engine rank."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    engine = config.rollout.engine_tensor_parallel_size
-    per_token = 2 * args.num_layers * max(1, groups // engine) * args.kv_channels * _engine_bytes(args, config)
-    return int(config.rollout.engine_kv_cache_bytes // per_token)
+    if args.multi_latent_attention:  # every rank keeps the latents whole
+        width = args.kv_lora_rank + args.qk_pos_emb_head_dim
+    else:
+        width = 2 * max(1, _kv_heads(args) // config.rollout.engine_tensor_parallel_size) * args.kv_channels
+    return int(config.rollout.engine_kv_cache_bytes // (args.num_layers * width * _engine_bytes(args, config)))
 
 
 def _memory(args: argparse.Namespace, config: PluginConfig) -> str:

@@ -41,7 +41,9 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1, "moe_router_topk": 2,
         "untie_embeddings_and_output_weights": True, "padded_vocab_size": 64, "seq_length": 64, "bf16": False,
         "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "use_distributed_optimizer": False,
-        "sequence_parallel": False, "recompute_granularity": None,
+        "sequence_parallel": False, "recompute_granularity": None, "moe_shared_expert_intermediate_size": None,
+        "moe_router_enable_expert_bias": False, "multi_latent_attention": False, "q_lora_rank": None,
+        "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
     }  # fmt: skip
     unknown = changes.keys() - values.keys()
     assert not unknown
@@ -169,6 +171,61 @@ def test_the_parameter_count_is_that_of_the_built_model(changes: dict[str, Any],
             pg_collection=groups,
         )
         assert dry_run.count_parameters(args).total == sum(p.numel() for p in model.parameters())
+
+
+QWEN3_30B_A3B = {
+    "num_layers": 48, "hidden_size": 2048, "ffn_hidden_size": 6144, "num_attention_heads": 32, "num_query_groups": 4,
+    "kv_channels": 128, "qk_layernorm": True, "num_experts": 128, "moe_ffn_hidden_size": 768, "moe_router_topk": 8,
+    "padded_vocab_size": 151936, "bf16": True, "accumulate_allreduce_grads_in_fp32": True,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "num_attention_heads": 128,
+    "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_layernorm": True, "num_experts": 256, "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 2048, "moe_layer_freq": [0] * 3 + [1] * 58, "moe_shared_expert_intermediate_size": 2048,
+    "moe_router_enable_expert_bias": True, "padded_vocab_size": 129280, "bf16": True,
+    "accumulate_allreduce_grads_in_fp32": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "count"), [(QWEN3_30B_A3B, 30_532_122_624), (DEEPSEEK_V3, 671_026_419_200)])
+def test_the_large_mixtures_have_the_published_numbers_of_parameters(model: dict[str, Any], count: int) -> None:
+    assert dry_run.count_parameters(arguments(**model)).total == count
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 16], ids=["direct queries", "latent queries"])
+def test_the_count_of_latent_attention_and_shared_experts_is_that_of_the_built_model(q_lora_rank: int | None) -> None:
+    from megatron_vcpo.checkpoint.convert_model import args_from_flags, build_model, single_process
+
+    flags = ["--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "48"]
+    flags += ["--multi-latent-attention", "--kv-lora-rank", "12", "--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4"]
+    flags += ["--v-head-dim", "6", "--qk-layernorm", "--num-experts", "8", "--moe-ffn-hidden-size", "24"]
+    flags += ["--moe-layer-freq", "[0,1,1]", "--moe-shared-expert-intermediate-size", "40", "--moe-router-topk", "2"]
+    flags += ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--swiglu"]
+    flags += ["--normalization", "RMSNorm", "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
+    flags += ["--position-embedding-type", "rope", "--rope-type", "rope", "--max-position-embeddings", "64"]
+    flags += ["--padded-vocab-size", "128", "--moe-router-dtype", "fp32"]
+    flags += ["--q-lora-rank", str(q_lora_rank)] if q_lora_rank else []
+    with single_process():
+        args = args_from_flags(flags)
+        model = build_model(args, weights=False)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    assert len(biases) == 2
+    built = sum(tensor.numel() for tensor in [*model.parameters(), *biases])
+    assert dry_run.count_parameters(args).total == built
+
+
+def test_the_cache_of_latent_attention_holds_latents_on_every_rank() -> None:
+    config = plugin(engine=32)
+    config.rollout.engine_kv_cache_bytes = GIB
+    # 61 layers x (512 of the latent + 64 rotated) x 2 bytes
+    assert dry_run.cache_tokens(arguments(**DEEPSEEK_V3), config) == GIB // (61 * 576 * 2)
+
+
+def test_an_uneven_pipeline_is_measured_at_its_fullest_stage() -> None:
+    args = arguments(**LLAMA3_8B | {"num_layers": 31}, world_size=2, pipeline_model_parallel_size=2)
+    counts = dry_run.count_parameters(args)
+    assert dry_run._state_bytes(args) == pytest.approx(18 * (counts.layers * 16 / 31 + counts.embedding))
 
 
 def test_llama_3_8b_has_the_published_number_of_parameters() -> None:

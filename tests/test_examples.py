@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
-from tests.oracle.model_folders import LLAMA3_8B, QWEN25_7B, write_model_folder, write_questions
+from tests.oracle.model_folders import (
+    DEEPSEEK_V3,
+    LLAMA3_8B,
+    QWEN3_30B_A3B,
+    QWEN25_7B,
+    write_model_folder,
+    write_questions,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -37,6 +44,31 @@ CLUSTER: dict[str, dict[str, Any]] = {
         "tp": 4,
     },
 }
+MOE: dict[str, dict[str, Any]] = {
+    "qwen3_30b_a3b": {
+        "config": QWEN3_30B_A3B,
+        "trajectories": "512 (32 prompts x 16 responses)",
+        "parameters": "30,532,122,624",
+        "layers with experts": "48 of 48",
+        "ranks": "Rank map (16 processes, 4 engines of 4 ranks)",
+        "tp": 4,
+        "gib": 80,
+    },
+    "deepseek_v3": {
+        "config": DEEPSEEK_V3,
+        "trajectories": "1024 (64 prompts x 16 responses)",
+        "parameters": "671,026,419,200",
+        "layers with experts": "58 of 61",
+        "ranks": "Rank map (512 processes, 16 engines of 32 ranks)",
+        "tp": 4,
+        "gib": 131,  # 141 GB
+    },
+}
+ALL_CLUSTER = CLUSTER | MOE
+
+
+def script_of(name: str) -> Path:
+    return EXAMPLES / ("moe" if name in MOE else "llama") / f"{name}.sh"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -48,7 +80,7 @@ def test_every_script_is_executable_and_parses(script: Path) -> None:
 
 
 def launch(name: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    model = write_model_folder(folder / "model", CLUSTER[name]["config"])
+    model = write_model_folder(folder / "model", ALL_CLUSTER[name]["config"])
     questions = str(write_questions(folder / "questions.jsonl"))
     flags = [
         *("--vcpo-dry-run", "--vcpo-load-hf", str(model), "--rollout-tokenizer", str(model)),
@@ -70,7 +102,7 @@ def run_with(scripts: dict[str, str], folder: Path, name: str, *flags: str) -> s
         (tools / command).write_text(f"#!/bin/sh\n{body}\n")
         (tools / command).chmod(0o755)
     return subprocess.run(
-        ["bash", str(EXAMPLES / "llama" / f"{name}.sh"), *flags],
+        ["bash", str(script_of(name)), *flags],
         capture_output=True,
         text=True,
         timeout=300,
@@ -119,9 +151,33 @@ def test_a_cluster_script_passes_the_dry_run_with_the_papers_settings(name: str,
     tp = expected["tp"]
     assert "Rank map (8 processes, 4 engines of 2 ranks)" in text
     rows = [[int(cell) for cell in row.split()] for row in text.split("engine_tp\n")[1].splitlines()[:8]]
-    assert rows == [[rank, rank % tp, 0, rank // tp, 0, rank // 2, rank % 2] for rank in range(8)]
+    assert rows == [[rank, rank % tp, 0, 0, rank // tp, 0, rank // 2, rank % 2] for rank in range(8)]
     total = float(value("together"))
     assert 20 < total < 70, "does not fit a GPU of 80 GB"
+    assert not (tmp_path / "save").exists()
+
+
+@pytest.mark.parametrize(("name", "precision"), [("qwen3_30b_a3b", "bfloat16"), ("deepseek_v3", "float16")])
+def test_a_script_for_experts_passes_the_dry_run(name: str, precision: str, tmp_path: Path) -> None:
+    done = launch(name, tmp_path, *(["--fp16"] if precision == "float16" else []))
+    assert done.returncode == 0, done.stderr[-2000:]
+    text, expected = done.stdout, MOE[name]
+
+    def value(row: str) -> str:
+        found = re.search(rf"^  {re.escape(row)} +(.*)$", text, re.MULTILINE)
+        assert found, row
+        return found[1]
+
+    for row in ("parameters", "layers with experts"):
+        assert value(row) == expected[row]
+    assert value("trajectories a step") == expected["trajectories"]
+    assert value("age of the oldest token, at most").startswith("4 steps")
+    assert value("trainer's data type") == precision
+    assert value("--rollout-engine-dtype") == precision
+    assert value("--rollout-router-replay") == "rollout"
+    assert value("layers from") == "transformer_engine"
+    assert expected["ranks"] in text
+    assert 0.4 * expected["gib"] < float(value("together")) < 0.9 * expected["gib"], "does not fit its GPUs"
     assert not (tmp_path / "save").exists()
 
 
@@ -139,11 +195,11 @@ def test_a_mistake_in_a_cluster_script_ends_it_with_code_2_and_one_sentence(tmp_
     assert "num_layers is 27, the checkpoint's 28" in done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", CLUSTER)
+@pytest.mark.parametrize("name", ALL_CLUSTER)
 def test_a_cluster_script_holds_every_flag_of_its_model(name: str, tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "model", CLUSTER[name]["config"])
-    words = (EXAMPLES / "llama" / f"{name}.sh").read_text().split()
-    flags = megatron_flags_for(folder, tensor_model_parallel_size=CLUSTER[name]["tp"])
+    folder = write_model_folder(tmp_path / "model", ALL_CLUSTER[name]["config"])
+    words = script_of(name).read_text().replace('"([0]*3+[1]*58)"', f"[{','.join('0' * 3 + '1' * 58)}]").split()
+    flags = megatron_flags_for(folder, tensor_model_parallel_size=ALL_CLUSTER[name]["tp"])
     implied = {
         "--attention-dropout",
         "--hidden-dropout",
@@ -165,3 +221,18 @@ def test_a_cluster_script_starts_torchrun_without_the_dry_run(tmp_path: Path) ->
     assert words[words.index("-m") + 1] == "megatron_vcpo.train"
     assert words[-2:] == ["--seed", "5"]
     assert "--vcpo-dry-run-processes" not in words
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_one_flag_turns_a_script_for_experts_to_fp16_in_trainer_and_engine(name: str, tmp_path: Path) -> None:
+    def words(folder: str, *flags: str) -> list[str]:
+        (tmp_path / folder).mkdir()
+        return run_with({"torchrun": 'printf "%s\\n" "$@"'}, tmp_path / folder, name, *flags).stdout.splitlines()
+
+    usual, half = words("bf16"), words("fp16", "--fp16")
+    assert ("--bf16" in usual, "--fp16" in usual) == (True, False)
+    assert usual[usual.index("--rollout-engine-dtype") + 1] == "bfloat16"
+    assert ("--bf16" in half, half.count("--fp16")) == (False, 1)
+    assert half[half.index("--rollout-engine-dtype") + 1] == "float16"
+    added = set(half) - set(usual)
+    assert added == {"--fp16", "float16", "--initial-loss-scale", "65536"}
