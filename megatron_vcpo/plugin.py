@@ -31,7 +31,7 @@ from megatron_vcpo.optim import EssParamScheduler, EssSettings
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
 from megatron_vcpo.watchdog import Watchdog
-from patches import cpu_packed_attention, interleaved_dataloader_state, mla_direct_query
+from patches import cpu_packed_attention, interleaved_dataloader_state, mla_direct_query, save_before_first_update
 
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
 
@@ -80,6 +80,7 @@ class MegatronPlugin:
         """Put the scheduler and the step into megatron.training; call before pretrain()."""
         from megatron.training import training
 
+        save_before_first_update.apply()
         training.OptimizerParamScheduler = functools.partial(EssParamScheduler, ess=EssSettings.of(self.config.vcpo))
         self._train_step = training.train_step
         training.train_step = self.train_step
