@@ -7,6 +7,7 @@ No longer needed when `tests/patches/test_cpu_packed_attention.py::test_stock_at
 Sequences of similar length are padded to one batch and attended with torch's fused causal kernel: padding stands behind
 the real tokens, so no real query ever sees it. The cost is sum(L^2), not (sum L)^2. Under context parallelism keys and
 values are gathered from all ranks, and each rank attends with the rows of `RowAlignment.context_rows` that it holds.
+Sinks (--softmax-type learnable) and windows (--window-size) are there for GPT-OSS; they make the mask explicit.
 """
 
 from __future__ import annotations
@@ -38,11 +39,23 @@ class PackedCoreAttention(torch.nn.Module):
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
+        self.window = _window(config, layer_number)
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            _split_over_ranks(self.softmax_offset)
+        elif config.softmax_type != "vanilla":
+            raise ValueError(
+                f"--softmax-type {config.softmax_type} is not in this attention; use vanilla or learnable."
+            )
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[b, h, s, d] each; keys and values may have fewer heads. Causal without a mask."""
+        if self.window is not None or self.softmax_offset is not None:
+            key, value, mask = self._with_window_and_sinks(query, key, value, mask)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -53,6 +66,35 @@ class PackedCoreAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
         )
+
+    def _with_window_and_sinks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values and an additive mask [h, s, k]; a sink is one more key, with its score and without a value."""
+        if mask is None:
+            mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
+        if self.window is not None:
+            positions = mask.sum(-1, keepdim=True) - 1  # of the queries, because the mask is causal
+            mask = mask & (positions - torch.arange(key.size(2), device=query.device) <= self.window)
+        scores = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
+        scores = scores.expand(query.size(1), -1, -1)
+        if self.softmax_offset is not None:
+            sinks = self.softmax_offset.to(query.dtype)[:, None, None].expand(-1, query.size(2), 1)
+            key, value, scores = (
+                F.pad(key, (0, 0, 0, 1)),
+                F.pad(value, (0, 0, 0, 1)),
+                torch.cat([scores, sinks], dim=-1),
+            )
+        return key, value, scores
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> Any:
+        """The sinks, split over tensor-parallel ranks, as in Megatron-Core's own attention."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self,
@@ -88,6 +130,7 @@ class PackedCoreAttention(torch.nn.Module):
         """[t / cp, h, d] each, rows of this rank: the r-th chunk of every sequence from the front and from the end."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+        assert self.cp_group is not None
         rank, size = self.cp_group.rank(), self.cp_group.size()
         held: list[list[torch.Tensor]] = [[] for _ in range(size)]
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
@@ -102,9 +145,25 @@ class PackedCoreAttention(torch.nn.Module):
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
             local = slice(start // size, end // size)
             mask = own[local, None] >= torch.arange(start, end, device=query.device)
-            q, k, v = query[local], key[start:end], value[start:end]
-            out.append(self._attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask)[0].transpose(0, 1))
+            q, k, v = (x.transpose(0, 1)[None] for x in (query[local], key[start:end], value[start:end]))
+            out.append(self._attend(q, k, v, mask)[0].transpose(0, 1))
         return torch.cat(out).flatten(1)
+
+
+def _window(config: Any, layer_number: int) -> int | None:
+    """How many tokens before its own a query of this layer attends to; None: all."""
+    if config.window_size is None:
+        return None
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    inside = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    return int(config.window_size[0]) if inside else None
+
+
+def _split_over_ranks(parameter: torch.nn.Parameter) -> None:
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
 def padded_batches(cu_seqlens: torch.Tensor) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ def patch_megatron() -> None:
         cpu_packed_rope,
         distributed_optimizer_torch_adam,
         gloo_uneven_collectives,
+        local_expert_bias,
         moe_host_splits,
         torch_norm_sequence_parallel,
     )
@@ -43,6 +44,7 @@ def patch_megatron() -> None:
     distributed_optimizer_torch_adam.apply()
     gloo_uneven_collectives.apply()
     torch_norm_sequence_parallel.apply()
+    local_expert_bias.apply()
 
 
 def patch_training() -> None:

@@ -7,19 +7,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patches import megatron_cpu
 from patches.cpu_packed_attention import PackedCoreAttention, padded_batches
 from tests.oracle.single_process import single_process_megatron
 
-CONFIG = types.SimpleNamespace(context_parallel_size=1, attention_dropout=0.0)
+megatron_cpu.install()
+PLAIN = {"window_size": None, "softmax_type": "vanilla"}
 
 
-def dense(query, key, value):
+def config(**changes):
+    fields = {"context_parallel_size": 1, "attention_dropout": 0.0, "window_attn_skip_freq": 2, **PLAIN}
+    sizes = {"num_attention_heads": 4, "tensor_model_parallel_size": 1, "params_dtype": torch.float64}
+    return types.SimpleNamespace(**fields | sizes | changes)
+
+
+def dense(query, key, value, window=None, sinks=None):
     """[t, h, d]: plain softmax attention in the tensors' dtype."""
     key = key.repeat_interleave(query.size(1) // key.size(1), 1)
     value = value.repeat_interleave(query.size(1) // value.size(1), 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) / query.size(2) ** 0.5
-    scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+    distance = torch.arange(len(query))[:, None] - torch.arange(len(key))
+    scores = scores.masked_fill((distance < 0) | (distance > (len(key) if window is None else window)), -torch.inf)
+    weights = scores.exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / total, value).flatten(1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -43,12 +56,37 @@ def test_packed_attention_equals_one_dense_attention_per_sequence_forward_and_ba
     value = torch.randn(total, groups, 8, dtype=torch.float64, requires_grad=True)
     packed = types.SimpleNamespace(cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
     weight = torch.randn(total, 32, dtype=torch.float64)
-    out = PackedCoreAttention(CONFIG, 1)(query, key, value, packed_seq_params=packed)
+    out = PackedCoreAttention(config(), 1)(query, key, value, packed_seq_params=packed)
     ours = torch.autograd.grad((out * weight).sum(), (query, key, value))
     reference = torch.cat([dense(*(x[0] for x in chunk)) for chunk in _split((query, key, value), lengths)])
     torch.testing.assert_close(out, reference)
     for mine, theirs in zip(ours, torch.autograd.grad((reference * weight).sum(), (query, key, value))):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("window", [None, 0, 3])
+def test_windows_and_sinks_equal_one_dense_attention_per_sequence_forward_and_backward(window):
+    torch.manual_seed(0)
+    lengths = [3, 9, 1, 40, 8, 8]
+    query, key, value = (torch.randn(69, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    packed = types.SimpleNamespace(cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
+    size = None if window is None else (window, 0)
+    attention = PackedCoreAttention(config(softmax_type="learnable", window_size=size), 1)
+    sinks = attention.softmax_offset
+    torch.nn.init.normal_(sinks)
+    out = attention(query, key, value, packed_seq_params=packed)
+    reference = torch.cat([dense(*(x[0] for x in c), window, sinks) for c in _split((query, key, value), lengths)])
+    torch.testing.assert_close(out, reference)
+    weight, inputs = torch.randn(69, 32, dtype=torch.float64), (query, key, value, sinks)
+    for mine, theirs in zip(*(torch.autograd.grad((x * weight).sum(), inputs) for x in (out, reference))):
+        torch.testing.assert_close(mine, theirs)
+    alone = attention(*(x[:12, None] for x in (query, key, value)))  # plain: [s, b, h, d]
+    torch.testing.assert_close(alone[:, 0], dense(query[:12], key[:12], value[:12], window, sinks))
+
+
+def test_every_other_layer_has_a_window():
+    layers = [PackedCoreAttention(config(window_size=(7, 0)), number) for number in (1, 2, 3, 4)]
+    assert [layer.window for layer in layers] == [7, None, 7, None]
 
 
 def _split(tensors, lengths):
