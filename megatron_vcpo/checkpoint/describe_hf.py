@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.checkpoint.records import LLAMA3_ROPE, YARN_ROPE, ExpertGroups, ModelDescription, Yarn, refuse
+from megatron_vcpo.checkpoint.records import (
+    LLAMA3_ROPE,
+    QUICK_GELU_ALPHA,
+    YARN_ROPE,
+    ExpertGroups,
+    ModelDescription,
+    Yarn,
+    refuse,
+)
 from megatron_vcpo.sync.naming import FAMILIES, LatentSizes, family_by_name
 
 
@@ -34,18 +43,10 @@ def describe_hf(folder: str | Path) -> ModelDescription:
         raise CheckpointError(f"{path} is of model_type {model_type!r}; the known ones are {', '.join(known)}.")
     config = AutoConfig.from_pretrained(path.parent, local_files_only=True)
     family = family_by_name(model_type)
-    foreign = _foreign_rope(config, latent=family.latent) | _foreign_features(config)
-    foreign |= {"mixtral": _foreign_mixtral, "deepseek_v2": _foreign_v2, "deepseek_v3": _foreign_v3}.get(
-        model_type, lambda _: {}
-    )(config)
+    foreign = _foreign_rope(config) | _foreign_features(config)
+    foreign |= _FOREIGN.get(model_type, lambda _: {})(config)
     refuse(f"{path} asks for", foreign, "Megatron's GPT model does not compute that here")
     rope = config.rope_parameters
-    read_experts = {
-        "qwen3_moe": _qwen3_experts,
-        "mixtral": _mixtral_experts,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek,
-    }.get(model_type, lambda _: {})
     fields: dict[str, Any] = {
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rope_scaling_factor": rope["factor"] if rope["rope_type"] == "llama3" else None,
@@ -62,8 +63,25 @@ def describe_hf(folder: str | Path) -> ModelDescription:
         norm_epsilon=config.rms_norm_eps,
         rotary_base=rope["rope_theta"],
         max_position_embeddings=config.max_position_embeddings,
-        **(fields | read_experts(config)),
+        **(fields | _OWN_FIELDS.get(model_type, lambda _: {})(config)),
     )
+
+
+def check_engine_reads(folder: str | Path) -> None:
+    """Raise CheckpointError where vLLM would read another model from a checkpoint's config.json than transformers does.
+
+    transformers knows some facts by the class of the model and does not write them; vLLM takes its own defaults.
+    """
+    path = Path(folder) / "config.json"
+    fields = json.loads(path.read_text())
+    every: dict[str, dict[str, str | None]] = {
+        "deepseek_v2": {"n_group": None, "topk_group": None},
+        "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    }
+    needed = every.get(fields["model_type"], {})
+    lacking = [f'"{key}": {json.dumps(value or 1)}' for key, value in needed.items() if fields.get(key) is None]
+    if lacking:
+        raise CheckpointError(f"{path} lacks {', '.join(lacking)}, which vLLM reads; add it to the file.")
 
 
 # ---------------------------------------------------------------------- what Megatron would compute differently
@@ -73,18 +91,23 @@ def _foreign_features(config: Any) -> dict[str, bool]:
     return {
         f"hidden_act {config.hidden_act}": config.hidden_act != "silu",
         # qwen2 always has a bias on q, k and v and never says so
-        "attention_bias": getattr(config, "attention_bias", False),
+        "attention_bias": getattr(config, "attention_bias", False) and config.model_type != "gpt_oss",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
     }
 
 
-def _foreign_rope(config: Any, *, latent: bool) -> dict[str, bool]:
+def _foreign_rope(config: Any) -> dict[str, bool]:
     rope = config.rope_parameters
     kind = rope["rope_type"]
+    known = {
+        "deepseek_v2": ("default", "yarn"),
+        "deepseek_v3": ("default", "yarn"),
+        "gpt_oss": ("yarn",),
+    }.get(config.model_type, ("default", "llama3"))
     found = {
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        f"rope_type {kind}": kind not in ("default", "yarn" if latent else "llama3"),
+        f"rope_type {kind}": kind not in known,
     }
     scalings: dict[str, dict[str, Any]] = {"llama3": LLAMA3_ROPE, "yarn": YARN_ROPE}
     for key, value in scalings.get(kind, {}).items():
@@ -92,7 +115,7 @@ def _foreign_rope(config: Any, *, latent: bool) -> dict[str, bool]:
         found[f"rope {key} {given} (only {value})"] = given != value
     if kind == "yarn":
         found |= {
-            "rope truncate false": not rope.get("truncate", True),
+            "rope truncate false": config.model_type != "gpt_oss" and not rope.get("truncate", True),
             "rope attention_factor": rope.get("attention_factor") is not None,
             "rope without a factor": rope.get("factor") is None,
             "rope mscale and mscale_all_dim of which one is zero": bool(rope.get("mscale"))
@@ -138,6 +161,25 @@ def _foreign_v3(config: Any) -> dict[str, bool]:
         f"scoring_func {getattr(config, 'scoring_func', None)}": getattr(config, "scoring_func", "sigmoid")
         != "sigmoid",
     }
+
+
+def _foreign_gpt_oss(config: Any) -> dict[str, bool]:
+    alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.num_hidden_layers)]
+    return {
+        "layer_types other than sliding and full attention in turn": list(config.layer_types) != alternating,
+        "no sliding_window": not config.sliding_window,
+        "attention_bias false": not config.attention_bias,
+        f"swiglu_alpha {config.swiglu_alpha}": config.swiglu_alpha != QUICK_GELU_ALPHA,
+        "quantization_config (convert it to bfloat16 first)": getattr(config, "quantization_config", None) is not None,
+    }
+
+
+_FOREIGN: dict[str, Callable[[Any], dict[str, bool]]] = {
+    "mixtral": _foreign_mixtral,
+    "deepseek_v2": _foreign_v2,
+    "deepseek_v3": _foreign_v3,
+    "gpt_oss": _foreign_gpt_oss,
+}
 
 
 # ---------------------------------------------------------------------- the families' own fields
@@ -190,6 +232,23 @@ def _deepseek(config: Any) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(config: Any) -> dict[str, Any]:
+    return _mixtral_experts(config) | {
+        "yarn": _yarn(config.rope_parameters),
+        "sliding_window": config.sliding_window,
+        "swiglu_limit": float(config.swiglu_limit),
+    }
+
+
+_OWN_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "qwen3_moe": _qwen3_experts,
+    "mixtral": _mixtral_experts,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gpt_oss": _gpt_oss,
+}
+
+
 def _yarn(rope: dict[str, Any]) -> Yarn | None:
     if rope["rope_type"] != "yarn":
         return None
@@ -198,4 +257,5 @@ def _yarn(rope: dict[str, Any]) -> Yarn | None:
         factor=float(rope["factor"]),
         mscale=float(rope.get("mscale") or 1.0),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+        truncate=rope.get("truncate", True),
     )

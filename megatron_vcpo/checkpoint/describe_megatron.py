@@ -10,6 +10,8 @@ from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.records import YARN_ROPE, ExpertGroups, ModelDescription, ModelFacts, Yarn, refuse
 from megatron_vcpo.sync.naming import ModelShape, NamingError, family_by_name
 
+_ONLY_EXPERTS = ("mixtral", "gpt_oss")  # families without a layer without experts
+
 
 def describe_megatron(config: Any, facts: ModelFacts) -> ModelDescription:
     """Read Megatron's TransformerConfig and the facts beside it.
@@ -19,6 +21,7 @@ def describe_megatron(config: Any, facts: ModelFacts) -> ModelDescription:
     """
     name = _family_name(config)
     foreign = _foreign_common(config, facts, name)
+    foreign |= _foreign_gpt_oss(config, facts) if name == "gpt_oss" else _foreign_plain(config, facts)
     if config.num_moe_experts:
         foreign |= _foreign_experts(config, name)
     if config.multi_latent_attention:
@@ -40,8 +43,8 @@ def describe_megatron(config: Any, facts: ModelFacts) -> ModelDescription:
         num_heads=shape.num_heads,
         num_query_groups=shape.num_query_groups,
         head_dim=shape.head_dim,
-        # Mixtral has no layer without experts, so the size of one means nothing
-        ffn_hidden_size=shape.moe_ffn_hidden_size if name == "mixtral" else shape.ffn_hidden_size,
+        # elsewhere the size of a layer without experts means nothing
+        ffn_hidden_size=shape.moe_ffn_hidden_size if name in _ONLY_EXPERTS else shape.ffn_hidden_size,
         vocab_size=facts.vocab_size,
         tied_embeddings=facts.tied_embeddings,
         norm_epsilon=config.layernorm_epsilon,
@@ -49,12 +52,16 @@ def describe_megatron(config: Any, facts: ModelFacts) -> ModelDescription:
         rope_scaling_factor=facts.rope_scaling_factor,
         max_position_embeddings=facts.max_position_embeddings,
         latent=shape.latent,
-        yarn=_yarn(config) if shape.latent else None,
+        yarn=_plain_yarn(config) if name == "gpt_oss" else _yarn(config) if shape.latent else None,
+        sliding_window=config.window_size[0] + 1 if name == "gpt_oss" else None,
+        swiglu_limit=float(config.activation_func_clamp_value) if name == "gpt_oss" else None,
         **(_experts(config, shape) if shape.num_experts else {}),
     )
 
 
 def _family_name(config: Any) -> str:
+    if config.softmax_type == "learnable":
+        return "gpt_oss"
     if config.multi_latent_attention:
         return "deepseek_v3" if config.moe_router_score_function == "sigmoid" else "deepseek_v2"
     if config.num_moe_experts:
@@ -91,23 +98,62 @@ def _yarn(config: Any) -> Yarn | None:
     )
 
 
+def _plain_yarn(config: Any) -> Yarn:
+    return Yarn(
+        factor=float(config.yarn_rotary_scaling_factor),
+        mscale=float(config.yarn_mscale),
+        mscale_all_dim=float(config.yarn_mscale_all_dim),
+        truncate=bool(config.yarn_correction_range_round_to_int),
+    )
+
+
 # ---------------------------------------------------------------------- flags to change
 
 
 def _foreign_common(config: Any, facts: ModelFacts, name: str) -> dict[str, bool]:
     return {
         "--normalization RMSNorm": config.normalization != "RMSNorm",
-        "--swiglu": not (config.gated_linear_unit and config.activation_func is torch.nn.functional.silu),
-        "--disable-bias-linear": config.add_bias_linear,
-        "--position-embedding-type rope": facts.position_embedding_type != "rope",
         "--rotary-percent 1.0": facts.rotary_percent != 1.0,
         "no --rotary-interleaved": config.rotary_interleaved,
         "no --apply-layernorm-1p": config.layernorm_zero_centered_gamma,
-        "no --window-size": config.window_size is not None,
-        "--softmax-type vanilla": config.softmax_type != "vanilla",
-        "no --add-qkv-bias": config.add_qkv_bias and name != "qwen2",
+        "no --add-qkv-bias": config.add_qkv_bias and name not in ("qwen2", "gpt_oss"),
         "no --kv-channels": name == "qwen2" and config.kv_channels * config.num_attention_heads != config.hidden_size,
     }
+
+
+def _foreign_plain(config: Any, facts: ModelFacts) -> dict[str, bool]:
+    """Of every family but GPT-OSS."""
+    return {
+        "--swiglu": not (config.gated_linear_unit and config.activation_func is torch.nn.functional.silu),
+        "--disable-bias-linear": config.add_bias_linear,
+        "--position-embedding-type rope": facts.position_embedding_type != "rope",
+        "no --window-size": config.window_size is not None,
+        "--softmax-type vanilla": config.softmax_type != "vanilla",
+        "no --activation-func-clamp-value": config.activation_func_clamp_value is not None,
+        "no --glu-linear-offset": config.glu_linear_offset != 0.0,
+    }
+
+
+def _foreign_gpt_oss(config: Any, facts: ModelFacts) -> dict[str, bool]:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    window = config.window_size
+    found = {
+        "--quick-geglu": not (config.gated_linear_unit and config.activation_func is quick_gelu),
+        "--glu-linear-offset 1.0": config.glu_linear_offset != 1.0,
+        "--activation-func-clamp-value": config.activation_func_clamp_value is None,
+        "no --disable-bias-linear": not config.add_bias_linear,
+        "no --qk-layernorm": config.qk_layernorm,
+        "no --multi-latent-attention": config.multi_latent_attention,
+        "--num-experts": not config.num_moe_experts,
+        "--window-size N,0": window is None or window[1] != 0,
+        "--window-attn-skip-freq 2": config.window_attn_skip_freq != 2,
+        "--position-embedding-type yarn": facts.position_embedding_type != "yarn",
+    }
+    for name, wanted in YARN_ROPE.items():
+        # YarnRotaryEmbedding without latents: argument_utils sets its fields from the flags of the same names
+        found[f"--yarn-{name.replace('_', '-')} {wanted}"] = getattr(config, f"yarn_{name}", wanted) != wanted
+    return found
 
 
 def _foreign_experts(config: Any, name: str) -> dict[str, bool]:
@@ -125,8 +171,8 @@ def _foreign_experts(config: Any, name: str) -> dict[str, bool]:
             "no --moe-router-topk-scaling-factor": scaled,
             "no --moe-router-num-groups": config.moe_router_num_groups is not None,
             "no --moe-shared-expert-intermediate-size": config.moe_shared_expert_intermediate_size is not None,
-            "--qk-layernorm (qwen3_moe) or --moe-layer-freq 1": name == "mixtral" and not every,
-            "--qk-layernorm (qwen3_moe) or no --moe-router-pre-softmax": name == "mixtral"
+            "--qk-layernorm (qwen3_moe) or --moe-layer-freq 1": name in _ONLY_EXPERTS and not every,
+            "--qk-layernorm (qwen3_moe) or no --moe-router-pre-softmax": name in _ONLY_EXPERTS
             and config.moe_router_pre_softmax,
         }
     best = 2 if sigmoid else 1  # by how many of its experts the Hugging Face model ranks a group

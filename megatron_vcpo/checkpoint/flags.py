@@ -12,6 +12,10 @@ _FAMILY_FLAGS = {
     "qwen2": ["--add-qkv-bias"],
     "qwen3": ["--qk-layernorm"],
     "qwen3_moe": ["--qk-layernorm"],
+    "gpt_oss": [
+        *("--softmax-type", "learnable", "--quick-geglu", "--glu-linear-offset", "1.0"),
+        *("--position-embedding-type", "yarn"),
+    ],
     "deepseek_v2": ["--qk-layernorm", "--moe-router-dtype", "fp32"],
     "deepseek_v3": [
         *("--qk-layernorm", "--moe-router-dtype", "fp32"),
@@ -36,6 +40,8 @@ def _yarn(value: Yarn | None) -> list[str]:
     if value is None:
         return ["--rope-type", "rope"]
     scales = ["--mscale", str(value.mscale), "--mscale-all-dim", str(value.mscale_all_dim)]
+    if not value.truncate:
+        scales.append("--no-yarn-correction-range-round-to-int")
     return ["--rope-type", "yarn", "--rotary-scaling-factor", str(value.factor), *scales]
 
 
@@ -69,12 +75,12 @@ FLAGS: dict[str, Callable[[Any], list[str]]] = {
     "renormalize_top_k": lambda v: [],  # by --moe-router-pre-softmax, for models with experts only
     "shared_ffn_hidden_size": lambda v: ["--moe-shared-expert-intermediate-size", str(v)] if v else [],
     "expert_groups": _groups,
+    "sliding_window": lambda v: ["--window-size", f"{v - 1},0", "--window-attn-skip-freq", "2"] if v else [],
+    "swiglu_limit": lambda v: ["--activation-func-clamp-value", str(v)] if v else [],
     "routed_scaling_factor": lambda v: [] if v == 1.0 else ["--moe-router-topk-scaling-factor", str(v)],
 }
-_ALWAYS = (
-    *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
-    *("--attention-dropout", "0.0", "--hidden-dropout", "0.0"),
-)
+_ALWAYS = ("--normalization", "RMSNorm", "--attention-dropout", "0.0", "--hidden-dropout", "0.0")
+_NOT_GPT_OSS = ("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope")
 # Longer or shorter contexts than the checkpoint's are the user's choice.
 NOT_COMPARED = ("max_position_embeddings",)
 
@@ -82,13 +88,18 @@ NOT_COMPARED = ("max_position_embeddings",)
 def megatron_flags(model: ModelDescription) -> list[str]:
     """Every flag of the model, but for the padded vocabulary."""
     # latent attention has neither groups of queries nor one size of heads
-    left_out = {"num_query_groups", "head_dim"} if model.latent else {"yarn"}
+    left_out = {"num_query_groups", "head_dim"} if model.latent else set()
+    if model.latent is None and model.yarn is None:
+        left_out.add("yarn")
     if model.num_query_groups == model.num_heads:
         left_out.add("num_query_groups")
-    flags = list(_ALWAYS)
+    flags = list(_ALWAYS if model.family.name == "gpt_oss" else _ALWAYS + _NOT_GPT_OSS)
     for field, make in FLAGS.items():
         if field not in left_out:
             flags += make(getattr(model, field))
+    if model.yarn and not model.latent:  # the rope of multi-head attention goes by --position-embedding-type
+        place = flags.index("--rope-type")
+        del flags[place : place + 2]
     if model.num_experts and not model.renormalize_top_k:
         flags.append("--moe-router-pre-softmax")
     return flags

@@ -15,7 +15,7 @@ import torch
 from megatron_vcpo.checkpoint.description import ModelDescription, ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.flags import FLAGS, NOT_COMPARED, megatron_flags
-from megatron_vcpo.checkpoint.records import LLAMA3_ROPE, YARN_ROPE
+from megatron_vcpo.checkpoint.records import LLAMA3_ROPE, QUICK_GELU_ALPHA, YARN_ROPE
 from megatron_vcpo.sync.naming import Family
 
 _TOKENIZER_FILES = (
@@ -65,6 +65,8 @@ def _rope(model: ModelDescription) -> dict[str, Any]:
         rope |= {"rope_type": "llama3", "factor": float(model.rope_scaling_factor)} | LLAMA3_ROPE
     if model.yarn is not None:
         rope |= {"rope_type": "yarn", "factor": model.yarn.factor} | YARN_ROPE
+        if not model.yarn.truncate:
+            rope["truncate"] = False
         if model.yarn.mscale_all_dim:
             rope |= {"mscale": model.yarn.mscale, "mscale_all_dim": model.yarn.mscale_all_dim}
     return rope
@@ -86,6 +88,18 @@ def _mixtral(model: ModelDescription) -> dict[str, Any]:
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
         "sliding_window": None,
+    }
+
+
+def _gpt_oss(model: ModelDescription) -> dict[str, Any]:
+    return {
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "sliding_window": model.sliding_window,
+        "layer_types": [("full_attention" if n % 2 else "sliding_attention") for n in range(model.num_layers)],
+        "swiglu_limit": model.swiglu_limit,
+        "swiglu_alpha": QUICK_GELU_ALPHA,
+        "attention_bias": True,
     }
 
 
@@ -119,6 +133,7 @@ _OWN_FIELDS: dict[str, Callable[[ModelDescription], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "gpt_oss": _gpt_oss,
 }
 
 

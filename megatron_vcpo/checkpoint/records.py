@@ -12,8 +12,11 @@ from megatron_vcpo.sync.naming import Family, LatentSizes, ModelShape
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-# And those of YaRN: no flag sets them for multi-latent attention.
+# And those of YaRN: no flag sets them for multi-latent attention. All published models have them.
 YARN_ROPE = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+
+
+QUICK_GELU_ALPHA = 1.702  # x * sigmoid(1.702 x) is what --quick-geglu computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,8 @@ class Yarn:
 
     factor: float
     mscale: float  # with the next: cosine and sine are multiplied by m(mscale) / m(mscale_all_dim)
-    mscale_all_dim: float  # the softmax scale is multiplied by m(mscale_all_dim) squared
+    mscale_all_dim: float  # with latents, the softmax scale is multiplied by m(mscale_all_dim) squared
+    truncate: bool = True  # whole dimensions at both ends of the ramp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,8 @@ class ModelDescription:
     routed_scaling_factor: float = 1.0  # multiplies the chosen experts' weights
     latent: LatentSizes | None = None  # multi-latent attention
     yarn: Yarn | None = None
+    sliding_window: int | None = None  # tokens that every other layer, from the first, attends to, itself included
+    swiglu_limit: float | None = None  # GPT-OSS's clamped activation
 
     def shape(self, padded_vocab_size: int) -> ModelShape:
         """The sizes for the table of names."""

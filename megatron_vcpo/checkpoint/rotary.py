@@ -22,7 +22,7 @@ def rotary_frequencies(model: ModelDescription) -> torch.Tensor:
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     frequencies = model.rotary_base**-exponents
     if model.yarn is not None:
-        keep = 1 - _yarn_ramp(model.rotary_base, size)
+        keep = 1 - _yarn_ramp(model.rotary_base, size, model.yarn.truncate)
         return frequencies * (keep + (1 - keep) / model.yarn.factor)
     if model.rope_scaling_factor is None:
         return frequencies
@@ -32,15 +32,17 @@ def rotary_frequencies(model: ModelDescription) -> torch.Tensor:
     return frequencies * (keep + (1 - keep) / model.rope_scaling_factor)
 
 
-def _yarn_ramp(base: float, size: int) -> torch.Tensor:
+def _yarn_ramp(base: float, size: int, truncate: bool) -> torch.Tensor:
     """0 where a pair of dimensions keeps its frequency, 1 where it is slowed down by the factor."""
 
     def dimension(turns: float) -> float:
         length = YARN_ROPE["original_max_position_embeddings"]
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(dimension(YARN_ROPE["beta_fast"])), 0)
-    high = min(math.ceil(dimension(YARN_ROPE["beta_slow"])), size - 1)
+    low, high = dimension(YARN_ROPE["beta_fast"]), dimension(YARN_ROPE["beta_slow"])
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     return ((torch.arange(size // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
 
 
@@ -61,7 +63,10 @@ def check_rotary(model_chunks: Sequence[torch.nn.Module], model: ModelDescriptio
     for chunk in map(unwrap, model_chunks):
         if model.latent is not None:
             for layer in chunk.decoder.layers:
-                _check_latent(layer.self_attention, model)
+                _check_yarn(layer.self_attention.rotary_pos_emb, layer.self_attention.softmax_scale, model)
+            continue
+        if model.yarn is not None:
+            _check_yarn(chunk.rotary_pos_emb, None, model)
             continue
         if not _same(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(model)):
             factor = "off" if model.rope_scaling_factor is None else model.rope_scaling_factor
@@ -72,8 +77,7 @@ def check_rotary(model_chunks: Sequence[torch.nn.Module], model: ModelDescriptio
             )
 
 
-def _check_latent(attention: Any, model: ModelDescription) -> None:
-    rope = attention.rotary_pos_emb
+def _check_yarn(rope: Any, softmax_scale: float | None, model: ModelDescription) -> None:
     frequencies, scale = rope.inv_freq, 1.0
     if model.yarn is not None:
         # the buffer called inv_freq is unscaled there; the second position's angles are the frequencies
@@ -81,13 +85,13 @@ def _check_latent(attention: Any, model: ModelDescription) -> None:
         frequencies = angles[1, 0, 0, : angles.size(-1) // 2]
     expected, softmax = yarn_scales(model.yarn)
     softmax /= math.sqrt(model.head_dim)
-    right = math.isclose(scale, expected, rel_tol=1e-6) and math.isclose(attention.softmax_scale, softmax, rel_tol=1e-6)
-    if not (right and _same(frequencies, rotary_frequencies(model))):
+    right = math.isclose(scale, expected, rel_tol=1e-6) and _same(frequencies, rotary_frequencies(model))
+    if not right or (softmax_scale is not None and not math.isclose(softmax_scale, softmax, rel_tol=1e-6)):
         raise CheckpointError(
-            f"Megatron's latent attention does not rotate by base {model.rotary_base:g} and {model.yarn or 'no YaRN'} "
-            f"(cosine and sine times {scale:.6g}, not {expected:.6g}; softmax scale {attention.softmax_scale:.6g}, "
-            f"not {softmax:.6g}); check --rotary-base, --rope-type, --rotary-scaling-factor, --mscale, "
-            "--mscale-all-dim and --qk-pos-emb-head-dim."
+            f"Megatron's attention does not rotate by base {model.rotary_base:g} and {model.yarn or 'no YaRN'} "
+            f"(cosine and sine times {scale:.6g}, not {expected:.6g}; softmax scale {softmax_scale}, not "
+            f"{softmax:.6g}); check --rotary-base, --rope-type, --rotary-scaling-factor, --mscale, --mscale-all-dim "
+            "and the size of a head."
         )
 
 

@@ -25,6 +25,7 @@ from megatron_vcpo.sync.naming import (
     ModelShape,
     ParameterSpec,
     export_tensors,
+    join_experts,
     shard_shape,
 )
 
@@ -93,21 +94,22 @@ class WeightGatherer:
 
         A tensor may be a view of a parameter or of a buffer that the next step reuses: copy it to keep it.
         """
-        for bucket in self.buckets:
-            yield from self._export(bucket)
+        parts = (part for bucket in self.buckets for part in self._export(bucket))
+        yield from join_experts(parts, self._shape)
 
-    def _export(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def _export(self, bucket: Bucket) -> Iterator[tuple[ParameterSpec, str, torch.Tensor]]:
         if self._layout.is_single:
             for spec in bucket.specs:
                 shards = self._local[spec.name].detach().to(bucket.dtype or self._dtype).unsqueeze(0)
-                yield from export_tensors(spec, self._shape, shards)
+                yield from ((spec, *pair) for pair in export_tensors(spec, self._shape, shards))
             return
         shards = self._gather(bucket)
         start = 0
         for spec in bucket.specs:
             size = shard_shape(spec, self._shape, bucket.tp_size)
             stop = start + math.prod(size)
-            yield from export_tensors(spec, self._shape, shards[:, start:stop].unflatten(1, size))
+            pairs = export_tensors(spec, self._shape, shards[:, start:stop].unflatten(1, size))
+            yield from ((spec, *pair) for pair in pairs)
             start = stop
 
     def _gather(self, bucket: Bucket) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_vcpo.checkpoint.describe_hf import check_engine_reads
 from megatron_vcpo.checkpoint.description import ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.hf_config import (
@@ -19,7 +20,7 @@ from megatron_vcpo.checkpoint.hf_config import (
     write_engine_model_dir,
 )
 from megatron_vcpo.checkpoint.rotary import check_rotary, rotary_frequencies, yarn_scales
-from tests.oracle.model_pairs import FAMILY_NAMES, VOCAB, gpt_models, save_hf_model, transformer_config
+from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -42,6 +43,11 @@ V3_ROPE = {
 LONG = {"qk_pos_emb_head_dim": 64}  # enough dimensions for YaRN to slow some down
 
 
+def position(name: str) -> dict[str, Any]:
+    """What GPT-OSS has of its own."""
+    return {"position_embedding_type": "yarn"} if name == "gpt_oss" else {}
+
+
 def facts(**changes: Any) -> ModelFacts:
     fields: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -53,9 +59,9 @@ def facts(**changes: Any) -> ModelFacts:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_a_written_config_describes_the_model_it_was_written_from(name: str, tied: bool, tmp_path: Path) -> None:
-    config, about = transformer_config(name), facts(tied_embeddings=tied)
+    config, about = transformer_config(name), facts(tied_embeddings=tied, **position(name))
     fields = hf_config_from_megatron(config, about, dtype=torch.bfloat16)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert describe_hf(tmp_path) == describe_megatron(config, about)
@@ -66,10 +72,10 @@ def test_a_written_config_describes_the_model_it_was_written_from(name: str, tie
     check_config_matches(tmp_path, config, about)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_a_config_that_transformers_wrote_matches_the_same_model_in_megatron(name: str, tmp_path: Path) -> None:
     save_hf_model(tmp_path, name, tied=True)
-    assert check_config_matches(tmp_path, transformer_config(name), facts()).family.name == name
+    assert check_config_matches(tmp_path, transformer_config(name), facts(**position(name))).family.name == name
 
 
 def test_every_field_that_disagrees_is_listed_with_its_flag(tmp_path: Path) -> None:
@@ -139,6 +145,10 @@ DEEPSEEK_FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method greedy"),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
     ("deepseek_v3", {"rope_parameters": LLAMA3}, "rope_type llama3"),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias false"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}, "rope_type default"),
 ]
 for _key, _value in {
     "original_max_position_embeddings": 8192,
@@ -183,14 +193,36 @@ def test_routings_and_scalings_that_megatron_lacks_are_refused(
         ("deepseek_v3", {"mscale_all_dim": 0.0}, "--mscale 1.0"),
         ("deepseek_v3", {"mtp_num_layers": 1}, "--mtp-num-layers"),
         ("deepseek_v3", {"mla_down_proj_fusion": True}, "--mla-down-proj-fusion"),
+        ("gpt_oss", {"window_attn_skip_freq": 1}, "--window-attn-skip-freq 2"),
+        ("gpt_oss", {"window_size": None}, "--window-size N,0"),
+        ("gpt_oss", {"glu_linear_offset": 0.0}, "--glu-linear-offset 1.0"),
+        ("gpt_oss", {"activation_func_clamp_value": None}, "--activation-func-clamp-value"),
+        ("gpt_oss", {"moe_router_pre_softmax": True}, "no --moe-router-pre-softmax"),
+        ("gpt_oss", {"softmax_type": "vanilla"}, "--disable-bias-linear"),
     ],
 )
 def test_megatron_models_that_no_config_can_describe_are_refused(name: str, change: dict[str, Any], named: str) -> None:
-    about = facts(tied_embeddings=False)
+    about = facts(tied_embeddings=False, **position(name))
     describe_megatron(transformer_config(name), about)
     with pytest.raises(CheckpointError) as caught:
         describe_megatron(transformer_config(name, **change), about)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [("deepseek_v3", {"topk_method": '"noaux_tc"', "scoring_func": '"sigmoid"'}), ("deepseek_v2", {"n_group": "1"})],
+)
+def test_what_vllm_reads_and_transformers_does_not_write_is_asked_for(
+    name: str, lacking: dict[str, str], tmp_path: Path
+) -> None:
+    save_hf_model(tmp_path, name, tied=False)
+    check_engine_reads(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in lacking}))
+    with pytest.raises(CheckpointError) as caught:
+        check_engine_reads(tmp_path)
+    assert all(f'"{key}": {value}' in str(caught.value) for key, value in lacking.items())
 
 
 def test_fields_of_a_deepseek_that_disagree_are_listed_with_their_flags(tmp_path: Path) -> None:
@@ -260,7 +292,7 @@ def test_older_spellings_of_rope_and_defaults_are_understood(tmp_path: Path) -> 
     check_config_matches(tmp_path, transformer_config("llama"), facts())
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_the_flags_for_a_checkpoint_make_megatron_build_that_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

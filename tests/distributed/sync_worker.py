@@ -73,6 +73,9 @@ CASES = (
     Case(folder="deepseek_v3", tp=2),
     Case(folder="deepseek_v3", tp=2, ep=2, expert_tp=1),
     Case(folder="deepseek_v3", ep=2),
+    Case(folder="gpt_oss", tp=2, ep=2, expert_tp=1),
+    Case(folder="gpt_oss", pp=2),
+    Case(folder="gpt_oss", ep=2),
     Case(folder="deepseek_v3-four_layers", pp=2, vpp=2, changes={"num_layers": 4, "moe_layer_freq": [0, 1, 1, 1]}),
 )
 _FP32 = "e_score_correction_bias"

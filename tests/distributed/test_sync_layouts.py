@@ -38,6 +38,7 @@ def test_every_layout_computes_the_same_and_streams_the_checkpoint_back(tmp_path
     write_checkpoint(tmp_path, "mixtral", tied=True)
     write_checkpoint(tmp_path, "deepseek_v2", tied=False)
     write_checkpoint(tmp_path, "deepseek_v3", tied=False)
+    write_checkpoint(tmp_path, "gpt_oss", tied=False)
     write_checkpoint(tmp_path, "deepseek_v3-four_layers", tied=False, num_hidden_layers=4)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(

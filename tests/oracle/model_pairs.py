@@ -13,12 +13,23 @@ from patches.cpu_packed_attention import PackedCoreAttention
 HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN, MOE_FFN, EXPERTS = 32, 2, 4, 2, 8, 48, 24, 4
 VOCAB = 101  # odd: Megatron pads it
 FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+ALL_FAMILIES = (*FAMILY_NAMES, "gpt_oss")
 # Of each kind of DeepSeek: V2 projects queries directly and has no YaRN, as V2-Lite; V3 as published, but small.
 LATENT = {"kv_lora_rank": 12, "v_head_dim": 6}  # both sides call these by one name
 NOPE, ROPE, Q_LORA, V3_EXPERTS = 8, 4, 16, 8
+WINDOW = 8
 YARN = {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.3}
 
 
+_GPT_OSS_YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": False,
+}
 _CLASS_PREFIX = {
     "llama": "Llama",
     "qwen2": "Qwen2",
@@ -27,6 +38,7 @@ _CLASS_PREFIX = {
     "mixtral": "Mixtral",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
 }
 
 
@@ -42,6 +54,22 @@ def _hf_expert_sizes(name: str) -> dict[str, Any]:
         }
     if name == "mixtral":
         return {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": MOE_FFN}
+    if name == "gpt_oss":
+        return {
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "intermediate_size": MOE_FFN,
+            "sliding_window": WINDOW,
+            "attn_implementation": "eager",
+            "max_position_embeddings": 16384,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        }
     if not name.startswith("deepseek"):
         return {}
     sizes = LATENT | {
@@ -59,6 +87,8 @@ def _hf_expert_sizes(name: str) -> dict[str, Any]:
             "n_routed_experts": EXPERTS,
             "n_shared_experts": 2,
             "routed_scaling_factor": 3.0,
+            "n_group": 1,
+            "topk_group": 1,
         }
     return sizes | {
         "q_lora_rank": Q_LORA,
@@ -68,6 +98,8 @@ def _hf_expert_sizes(name: str) -> dict[str, Any]:
         "n_group": 4,
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
+        "topk_method": "noaux_tc",  # this one and the next are for vLLM
+        "scoring_func": "sigmoid",
         "num_nextn_predict_layers": 0,
         "max_position_embeddings": 16384,
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "original_max_position_embeddings": 4096} | YARN,
@@ -75,16 +107,28 @@ def _hf_expert_sizes(name: str) -> dict[str, Any]:
 
 
 def _megatron_expert_sizes(name: str) -> dict[str, Any]:
-    if name not in ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"):
+    if name in ("llama", "qwen2", "qwen3"):
         return {}
     sizes: dict[str, Any] = {
         "num_moe_experts": EXPERTS,
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": MOE_FFN,
-        "moe_layer_freq": 1 if name == "mixtral" else [0, 1],
+        "moe_layer_freq": 1 if name in ("mixtral", "gpt_oss") else [0, 1],
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
     }
+    if name == "gpt_oss":
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        return sizes | {
+            "activation_func": quick_gelu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0,
+            "add_bias_linear": True,
+            "softmax_type": "learnable",
+            "window_size": (WINDOW - 1, 0),
+            "window_attn_skip_freq": 2,
+        }
     if not name.startswith("deepseek"):
         return sizes
     sizes |= LATENT | {
@@ -138,15 +182,16 @@ def save_hf_model(folder: Path, name: str, *, tied: bool, seed: int = 0, **chang
         "rope_theta": 5000.0,
     }
     prefix = _CLASS_PREFIX[name]
-    if name in ("llama", "qwen3", "qwen3_moe", "mixtral"):
+    if name != "qwen2" and not name.startswith("deepseek"):
         sizes["head_dim"] = HEAD_DIM
     sizes |= _hf_expert_sizes(name)
     torch.manual_seed(seed)
     config = getattr(transformers, f"{prefix}Config")(**(sizes | changes))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at one and biases at zero: a wrong one would not show
+        for key, parameter in model.named_parameters():
+            # norms start at one and biases at zero: a wrong one would not show
+            if parameter.dim() == 1 or key.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
@@ -174,7 +219,7 @@ def transformer_config(name: str, **changes: Any) -> Any:
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": name == "qwen2",
-        "qk_layernorm": name not in ("llama", "qwen2", "mixtral"),
+        "qk_layernorm": name not in ("llama", "qwen2", "mixtral", "gpt_oss"),
         "transformer_impl": "local",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -187,11 +232,26 @@ def transformer_config(name: str, **changes: Any) -> Any:
         "bias_activation_fusion": False,
     }
     config_class = MLATransformerConfig if name.startswith("deepseek") else TransformerConfig
-    return config_class(**(fields | _megatron_expert_sizes(name) | changes))
+    config = config_class(**(fields | _megatron_expert_sizes(name) | changes))
+    if name == "gpt_oss":  # no fields of the class: Megatron's argument_utils sets them the same way
+        for field, value in _GPT_OSS_YARN.items():
+            setattr(config, field, value)
+    return config
 
 
-def gpt_models(config: Any, *, tied: bool, padded_vocab: int = 128, rope: dict[str, Any] | None = None) -> list[Any]:
-    """This rank's GPTModels, one for each virtual pipeline stage. Needs initialised parallel state."""
+def gpt_models(
+    config: Any,
+    *,
+    tied: bool,
+    padded_vocab: int = 128,
+    rope: dict[str, Any] | None = None,
+    packed: bool = False,
+) -> list[Any]:
+    """This rank's GPTModels, one for each virtual pipeline stage. Needs initialised parallel state.
+
+    `packed`: with the attention that takes packed sequences. Latent attention has it always: Megatron-Core's own takes
+    no values narrower than keys.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -206,8 +266,8 @@ def gpt_models(config: Any, *, tied: bool, padded_vocab: int = 128, rope: dict[s
             )
         else:
             spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        if config.multi_latent_attention:  # Megatron-Core's own attention takes no values narrower than keys
-            for layer in spec.layer_specs:
+        if packed or config.multi_latent_attention:
+            for layer in getattr(spec, "layer_specs", [spec]):
                 layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
         ends = {"ignore_virtual": False, "vp_stage": stage}
         chunks.append(
@@ -219,10 +279,9 @@ def gpt_models(config: Any, *, tied: bool, padded_vocab: int = 128, rope: dict[s
                 pre_process=parallel_state.is_pipeline_first_stage(**ends),
                 post_process=parallel_state.is_pipeline_last_stage(**ends),
                 share_embeddings_and_output_weights=tied,
-                position_embedding_type="rope",
-                rotary_base=5000,
+                position_embedding_type="yarn" if config.softmax_type == "learnable" else "rope",
                 vp_stage=stage,
-                **(rope or {}),
+                **({"rotary_base": 5000} | (rope or {})),
             ).eval()
         )
     return chunks

@@ -10,7 +10,7 @@ import torch
 # Local layer spec -> Transformer Engine, as its layers name their parameters.
 _RENAMED = (
     (r"\.self_attention\.(q|kv)_layernorm\.weight$", r".self_attention.linear_\1_up_proj.layer_norm_weight"),
-    (r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".mlp.experts.\2.weight\1"),
+    (r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r".mlp.experts.\2.\3\1"),
 )
 # Before latents the norm stays a module of its own, and so it does before experts.
 _INPUT_NORM = (r"\.input_layernorm\.weight$", ".self_attention.linear_qkv.layer_norm_weight")
@@ -30,6 +30,8 @@ def transformer_engine_twin(model: Any) -> torch.nn.Module:
             rules.append(_DENSE_NORM)
         for pattern, replacement in rules:
             name = re.sub(pattern, replacement, name)
+        if name.endswith("softmax_offset"):
+            parameter = torch.nn.Parameter(parameter.detach().view(1, -1, 1, 1))
         *path, leaf = name.split(".")
         module = twin
         for part in path:

@@ -23,7 +23,7 @@ from megatron_vcpo.sync.naming import (
     import_shard,
     shard_shape,
 )
-from tests.oracle.model_pairs import FAMILY_NAMES, VOCAB, gpt_models, transformer_config
+from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, gpt_models, transformer_config
 from tests.oracle.te_names import transformer_engine_twin
 
 
@@ -59,7 +59,8 @@ def plain(family: Family, **changes: Any) -> ModelShape:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_no_name_appears_twice_in_a_table(family: Family) -> None:
     specs = family.parameters(plain(family))
-    for names in ([spec.name for spec in specs], [name for spec in specs for name, _ in spec.hf]):
+    parts = [(name, spec.expert if spec.is_joined else None) for spec in specs for name, _ in spec.hf]
+    for names in ([spec.name for spec in specs], parts):
         assert len(names) == len(set(names))
     assert family_for_architecture(family.architecture) is family_by_name(family.name) is family
 
@@ -76,7 +77,8 @@ def test_shards_of_every_rank_together_are_the_original(family: Family, tp_size:
         assert {tuple(s.shape) for s in shards} == {shard_shape(spec, shape, tp_size)}
         back = dict(export_tensors(spec, shape, torch.stack(shards)))
         assert back.keys() == tensors.keys()
-        assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+        for name, tensor in tensors.items():
+            assert torch.equal(back[name], tensor[spec.expert] if spec.is_joined else tensor)
 
 
 def test_a_rank_with_padding_only_gets_zeros() -> None:
@@ -96,7 +98,7 @@ def test_sizes_that_do_not_divide_are_refused_by_name(kind: Kind, size: tuple[in
         shard_shape(spec, shape_of(), 4)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_transformer_engine_names_give_the_same_stream_as_local_ones(name: str, megatron_groups: Any) -> None:
     config = transformer_config(name)
     (model,) = gpt_models(config, tied=False)

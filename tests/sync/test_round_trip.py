@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
 from megatron_vcpo.checkpoint.rotary import check_rotary
 from megatron_vcpo.sync.gather import WeightGatherer
 from megatron_vcpo.sync.naming import ModelShape, family_by_name
-from tests.oracle.model_pairs import FAMILY_NAMES, MOE_FFN, VOCAB, gpt_models, save_hf_model, transformer_config
+from tests.oracle.model_pairs import ALL_FAMILIES, MOE_FFN, VOCAB, gpt_models, save_hf_model, transformer_config
 
 
-def build(name: str, *, tied: bool, rope: dict[str, Any] | None = None, **changes: Any) -> tuple[list[Any], ModelShape]:
+def build(
+    name: str, *, tied: bool, rope: dict[str, Any] | None = None, packed: bool = False, **changes: Any
+) -> tuple[list[Any], ModelShape]:
     config = transformer_config(name, **changes)
-    chunks = gpt_models(config, tied=tied, rope=rope)
+    chunks = gpt_models(config, tied=tied, rope=rope, packed=packed)
     shape = ModelShape.from_megatron(config, vocab_size=VOCAB, padded_vocab_size=128, tied_embeddings=tied)
     return chunks, shape
 
@@ -34,7 +37,7 @@ def logits(chunk: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_a_checkpoint_computes_the_same_in_megatron_and_comes_back_bit_for_bit(
     name: str, tied: bool, tmp_path: Path, megatron_groups: Any
 ) -> None:
@@ -54,6 +57,29 @@ def test_a_checkpoint_computes_the_same_in_megatron_and_comes_back_bit_for_bit(
     assert list(streamed) == gatherer.names
     assert all(torch.equal(streamed[key], saved[key]) for key in saved)
     assert gatherer.nbytes == sum(tensor.nbytes for tensor in saved.values())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "gpt_oss"])
+def test_packed_sequences_compute_what_transformers_computes_for_each(
+    name: str, tmp_path: Path, megatron_groups: Any
+) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    hf = save_hf_model(tmp_path, name, tied=False)
+    chunks, shape = build(name, tied=False, packed=True)
+    load_hf_checkpoint(chunks, family_by_name(name), shape, tmp_path, megatron_groups)
+    lengths = [30, 7, 19]
+    tokens = torch.randint(0, VOCAB, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    packing = PackedSeqParams("thd", ends, ends, max_seqlen_q=30, max_seqlen_kv=30)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    actual = chunks[0](tokens, positions, None, packed_seq_params=packing)[..., :VOCAB]
+    with torch.no_grad():
+        expected = torch.cat([hf(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    actual.square().mean().backward()
+    gradients = {key: p.grad for key, p in chunks[0].named_parameters()}
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients.values())
 
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5000.0}

@@ -13,7 +13,7 @@ from megatron_vcpo.sync.naming.families import FAMILIES, Family, family_by_name,
 from megatron_vcpo.sync.naming.megatron import Layout, local_parameters, local_problems, unwrap
 from megatron_vcpo.sync.naming.rules import Kind, ParameterSpec, Rule
 from megatron_vcpo.sync.naming.shape import LatentSizes, ModelShape, NamingError
-from megatron_vcpo.sync.naming.transform import export_tensors, import_shard, shard_shape
+from megatron_vcpo.sync.naming.transform import export_tensors, import_shard, join_experts, shard_shape
 
 __all__ = [
     "FAMILIES",
@@ -29,6 +29,7 @@ __all__ = [
     "family_by_name",
     "family_for_architecture",
     "import_shard",
+    "join_experts",
     "local_parameters",
     "local_problems",
     "shard_shape",

@@ -151,3 +151,36 @@ ROUTER_BIAS = (
         dtype=torch.float32,
     ),
 )
+
+GPT_OSS_ATTENTION = (
+    *ATTENTION,
+    *QKV_BIAS,
+    layer_rule(Kind.REPLICATED, "self_attention.linear_proj.bias", ("self_attn.o_proj.bias", "hidden")),
+    layer_rule(Kind.COLUMN, "self_attention.core_attention.softmax_offset", ("self_attn.sinks", "heads")),
+)
+GPT_OSS_ROUTER = (
+    layer_rule(Kind.REPLICATED, "mlp.router.weight", ("mlp.router.weight", "experts hidden")),
+    layer_rule(Kind.REPLICATED, "mlp.router.bias", ("mlp.router.bias", "experts")),
+)
+GPT_OSS_EXPERT = (
+    layer_rule(
+        Kind.EXPERTS_GATE_UP,
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        ("mlp.experts.gate_up_proj", "experts hidden moe_gate_up"),
+    ),
+    layer_rule(
+        Kind.EXPERTS_GATE_UP,
+        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
+        ("mlp.experts.gate_up_proj_bias", "experts moe_gate_up"),
+    ),
+    layer_rule(
+        Kind.EXPERTS_ROW,
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        ("mlp.experts.down_proj", "experts moe_ffn hidden"),
+    ),
+    layer_rule(
+        Kind.EXPERTS_COPY,
+        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
+        ("mlp.experts.down_proj_bias", "experts hidden"),
+    ),
+)

@@ -9,6 +9,9 @@ from megatron_vcpo.sync.naming.blocks import (
     EMBEDDING,
     EXPERT,
     FINAL_NORM,
+    GPT_OSS_ATTENTION,
+    GPT_OSS_EXPERT,
+    GPT_OSS_ROUTER,
     LATENT_ATTENTION,
     LM_HEAD,
     MIXTRAL_EXPERT,
@@ -42,6 +45,7 @@ class Family:
     after: tuple[Rule, ...] = (FINAL_NORM,)
     head: tuple[Rule, ...] = (LM_HEAD,)  # left out where the embeddings are tied
     latent: bool = False  # multi-latent attention
+    joined_experts: bool = False  # a Hugging Face tensor holds all experts of a layer: their parts follow each other
 
     def parameters(self, shape: ModelShape) -> list[ParameterSpec]:
         """Every parameter of the whole model, in the one order in which it is streamed. NamingError on a misfit."""
@@ -53,6 +57,10 @@ class Family:
                 specs += _expand(self.mlp, shape, layer)
                 continue
             specs += _expand(self.router, shape, layer)
+            if self.joined_experts:
+                for rule in self.expert:
+                    specs += [rule.expand(shape, layer, expert) for expert in range(shape.num_experts)]
+                continue
             for expert in range(shape.num_experts):
                 specs += _expand(self.expert, shape, layer, expert)
         specs += _expand(self.after, shape)
@@ -102,6 +110,14 @@ FAMILIES: tuple[Family, ...] = (
         router=ROUTER + ROUTER_BIAS + SHARED_EXPERT,
         expert=EXPERT,
         latent=True,
+    ),
+    Family(
+        name="gpt_oss",
+        architecture="GptOssForCausalLM",
+        attention=GPT_OSS_ATTENTION,
+        router=GPT_OSS_ROUTER,
+        expert=GPT_OSS_EXPERT,
+        joined_experts=True,
     ),
 )
 

@@ -28,6 +28,7 @@ _TRANSFORMER_ENGINE = (
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
 # What a model computes with but does not learn by gradients; other buffers follow from the configuration.
 _BUFFER = re.compile(r"\.mlp\.router\.expert_bias$")
+_SINKS = re.compile(r"\.core_attention\.softmax_offset$")
 _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)(\.)")
 
 
@@ -90,7 +91,8 @@ def local_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape, layou
             name = _whole_model_name(raw, numbers, layout.ep_rank * experts_here)
             if name in found:
                 raise NamingError(f"Two parameters of this rank are called {name}.")
-            found[name] = parameter
+            # Transformer Engine keeps the sinks as [1, heads, 1, 1]
+            found[name] = parameter.detach().view(-1) if _SINKS.search(name) else parameter
     return found
 
 

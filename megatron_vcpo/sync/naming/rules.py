@@ -28,6 +28,15 @@ class Kind(enum.Enum):
     QKV = enum.auto()
     """Rows interleaved per query group (its query heads, its key head, its value head), then split along dimension 0.
     With more ranks than groups the split cuts through a group, as Megatron does."""
+    EXPERTS_GATE_UP = enum.auto()
+    """One Hugging Face tensor for all experts of a layer, [experts, hidden, 2 ffn], gate and up in alternate columns
+    (a bias: [experts, 2 ffn]); each Megatron parameter is one expert's, as GATE_UP."""
+    EXPERTS_ROW = enum.auto()
+    """One Hugging Face tensor for all experts of a layer, [experts, ffn, hidden]; each Megatron parameter is one
+    expert's, transposed, as ROW."""
+    EXPERTS_COPY = enum.auto()
+    """One Hugging Face tensor for all experts of a layer, [experts, hidden]; each Megatron parameter is one expert's,
+    as REPLICATED."""
     LATENT = enum.auto()
     """A projection down to latents: COLUMN in the local layer spec, REPLICATED in Transformer Engine's. Only in rules:
     a `ParameterSpec` is one of the two."""
@@ -76,7 +85,14 @@ class ParameterSpec:
     expert: int | None  # index over all expert-parallel ranks; None for a dense parameter
     dtype: torch.dtype | None = None  # the type it keeps on its way to an engine; None: the engine's
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether its Hugging Face tensor holds all experts of the layer."""
+        return self.kind in (Kind.EXPERTS_GATE_UP, Kind.EXPERTS_ROW, Kind.EXPERTS_COPY)
+
     def full_shape(self, shape: ModelShape) -> Shape:
         """Shape of the Megatron parameter over all tensor-parallel ranks."""
+        if self.is_joined:
+            return tuple(reversed(self.hf[0][1][1:]))
         rows = shape.padded_vocab_size if self.kind is Kind.VOCAB else sum(s[0] for _, s in self.hf)
         return (rows, *self.hf[0][1][1:])

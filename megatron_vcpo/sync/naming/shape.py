@@ -75,6 +75,8 @@ class ModelShape:
             "vocab": self.vocab_size,
             "experts": self.num_experts,
             "moe_ffn": self.moe_ffn_hidden_size,
+            "moe_gate_up": 2 * self.moe_ffn_hidden_size,
+            "heads": self.num_heads,
             "shared_ffn": self.shared_ffn_hidden_size,
         }
         if self.latent is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +20,11 @@ class Sliceable(Protocol):
 def shard_shape(spec: ParameterSpec, shape: ModelShape, tp_size: int) -> Shape:
     """Shape of one tensor-parallel rank's part of the parameter; NamingError where it does not divide."""
     full = spec.full_shape(shape)
-    if spec.kind is Kind.REPLICATED:
+    if spec.kind in (Kind.REPLICATED, Kind.EXPERTS_COPY):
         return full
-    dim = 1 if spec.kind is Kind.ROW else 0
+    dim = 1 if spec.kind in (Kind.ROW, Kind.EXPERTS_ROW) else 0
     # gate and up are split each, so it is their size that has to divide
-    size = spec.hf[0][1][0] if spec.kind is Kind.GATE_UP else full[dim]
+    size = full[dim] // 2 if spec.kind in (Kind.GATE_UP, Kind.EXPERTS_GATE_UP) else full[dim]
     if size % tp_size:
         raise NamingError(
             f"{spec.name}: {size} does not divide over {tp_size} tensor-parallel ranks; "
@@ -36,7 +36,8 @@ def shard_shape(spec: ParameterSpec, shape: ModelShape, tp_size: int) -> Shape:
 def export_tensors(spec: ParameterSpec, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, full tensor) from the parameter's shards, stacked `[tp, *shard_shape]`.
 
-    A tensor that needs no reordering is a view of `shards`; the others are built one at a time, when asked for.
+    A tensor that needs no reordering is a view of `shards`; the others are built one at a time, when asked for. Where
+    `spec.is_joined`, the tensor is the part of one expert: `join_experts` makes the whole.
     """
     names = [name for name, _ in spec.hf]
     match spec.kind:
@@ -50,6 +51,13 @@ def export_tensors(spec: ParameterSpec, shape: ModelShape, shards: torch.Tensor)
             yield names[0], shards.flatten(0, 1)[: shape.vocab_size]
         case Kind.ROW:
             yield names[0], shards.transpose(0, 1).flatten(1)
+        case Kind.EXPERTS_COPY:
+            yield names[0], shards[0]
+        case Kind.EXPERTS_ROW:
+            yield names[0], shards.transpose(0, 1).flatten(1).t()
+        case Kind.EXPERTS_GATE_UP:
+            pairs = shards.unflatten(1, (2, -1)).transpose(1, 2).flatten(0, 2)  # [tp, ffn / tp, 2, ...] in one
+            yield names[0], pairs.t()
         case Kind.GATE_UP:
             halves = shards.unflatten(1, (2, -1))  # [tp, 2, ffn / tp, hidden]
             for index, name in enumerate(names):
@@ -78,11 +86,46 @@ def import_shard(
             return read(names[0])[:, tp_rank * columns : (tp_rank + 1) * columns]
         case Kind.VOCAB:
             return _vocab_rows(spec, read(names[0]), mine)
+        case Kind.EXPERTS_COPY:
+            return read(names[0])[_one(spec)][0]
+        case Kind.EXPERTS_ROW:
+            columns = spec.hf[0][1][1] // tp_size
+            return read(names[0])[_one(spec), tp_rank * columns : (tp_rank + 1) * columns][0].t()
+        case Kind.EXPERTS_GATE_UP:
+            bias = len(spec.hf[0][1]) == 2
+            part = read(names[0])[(_one(spec), mine) if bias else (_one(spec), slice(None), mine)][0]
+            return part.t().unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
         case Kind.GATE_UP:
             half = slice(tp_rank * (rows // 2), (tp_rank + 1) * (rows // 2))
             return torch.cat([read(name)[half] for name in names])
         case Kind.QKV:
             return _interleave_qkv(spec, shape, read, tp_rank, tp_size)
+
+
+def join_experts(
+    parts: Iterable[tuple[ParameterSpec, str, torch.Tensor]], shape: ModelShape
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, full tensor) from `export_tensors`' results in the order of `Family.parameters`.
+
+    A tensor of all experts of a layer is built from their parts, which follow each other; nothing else is copied.
+    """
+    whole: torch.Tensor | None = None
+    for spec, name, part in parts:
+        if not spec.is_joined:
+            yield name, part
+            continue
+        if whole is None:
+            whole = part.new_empty(spec.hf[0][1])
+        assert spec.expert is not None
+        whole[spec.expert] = part
+        if spec.expert == shape.num_experts - 1:
+            yield name, whole
+            whole = None
+
+
+def _one(spec: ParameterSpec) -> slice:
+    assert spec.expert is not None
+    return slice(spec.expert, spec.expert + 1)
 
 
 def _vocab_rows(spec: ParameterSpec, tensor: Sliceable, mine: slice) -> torch.Tensor:
