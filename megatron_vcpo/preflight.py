@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_vcpo.checkpoint.describe_hf import check_engine_reads
 from megatron_vcpo.checkpoint.description import ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
@@ -67,6 +68,7 @@ def check_model(args: argparse.Namespace, config: PluginConfig, vocab_size: int)
             describe_megatron(transformer, facts)
             return
         check_config_matches(folder, transformer, facts)
+        check_engine_reads(folder)
         if args.load is None and not config.vcpo.dry_run:
             SafetensorsFolder(folder)
     except CheckpointError as error:
