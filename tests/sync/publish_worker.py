@@ -42,7 +42,13 @@ def disturb(model: Any) -> None:
 def main(name: str, folder: Path) -> None:
     config = transformer_config(name, **_SIZES.get(name, {"kv_channels": 32}))
     tied = name in _TIED
-    facts = ModelFacts(vocab_size=VOCAB, max_position_embeddings=128, rotary_base=5000, tied_embeddings=tied)
+    facts = ModelFacts(
+        vocab_size=VOCAB,
+        max_position_embeddings=128,
+        rotary_base=5000,
+        tied_embeddings=tied,
+        position_embedding_type="yarn" if name == "gpt_oss" else "rope",
+    )
     character_tokenizer().save_pretrained(folder / "tokenizer")
     write_engine_model_dir(folder / "engine", config, facts, folder / "tokenizer", dtype=torch.float32)
     with single_process_megatron() as groups:
