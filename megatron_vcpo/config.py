@@ -314,6 +314,10 @@ class RolloutConfig:
     save_trajectories: int = 0
     """Trajectories written as text to <run folder>/samples.jsonl each rollout phase; 0 is off."""
 
+    save_batch: int = 0
+    """Trajectories of each rollout phase written with all that they carry to <run folder>/trajectories/, for
+    tools/mismatch_report.py; 0 is off."""
+
     run_dir: str | None = None
     """Folder for metrics.jsonl, samples and pictures. Default: --save, or runs/<date-time>."""
 
@@ -333,7 +337,7 @@ class RolloutConfig:
             *("steps_per_phase", "engine_tensor_parallel_size", "engine_kv_cache_bytes", "engine_max_sequences"),
             *("reward_workers", "eval_num_prompts", "eval_samples"),
         )
-        not_negative = ("max_lag", "eval_interval", "save_trajectories")
+        not_negative = ("max_lag", "eval_interval", "save_trajectories", "save_batch")
         _require_numbers(self, "rollout", dict.fromkeys(at_least_one, 1) | dict.fromkeys(not_negative, 0))
         _require(
             self.engine_placement == "colocated" or self.engine_tensor_parallel_size == 1,

@@ -30,6 +30,7 @@ from megatron_vcpo.rollout.engine_process import ProcessEngine
 from megatron_vcpo.rollout.evaluate import evaluate
 from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import PromptSampler
+from megatron_vcpo.rollout.saved_batch import Origin, batch_path, save_batch
 from megatron_vcpo.rollout.trajectory import Trajectory
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.sync.errors import SyncError
@@ -212,9 +213,24 @@ class RolloutFlow(BaseFlow):
         if self._samples is not None:
             chosen = [t for m in phase.minibatches for t in m][: self.config.rollout.save_trajectories]
             self._samples.append(chosen, version=self.version)
+        if self.config.rollout.save_batch and self.args.rank == 0:
+            self._save_batch([t for m in phase.minibatches for t in m][: self.config.rollout.save_batch])
         if self._engine.version == self.version and self._probe_due:
             with self.timer("sync"):
                 self._verify(phase.minibatches, model, step, forward_backward)
+
+    def _save_batch(self, trajectories: list[Trajectory]) -> None:
+        """Write a phase's trajectories for tools/mismatch_report.py; rank 0 only."""
+        assert self._engine is not None
+        assert self._engine.version is not None
+        origin = Origin(
+            version=self._engine.version,
+            temperature=self.config.rollout.temperature,
+            engine_dtype=self._dtype_name,
+            trainer_dtype=str(self.args.params_dtype).removeprefix("torch."),
+            router_replay=self.config.rollout.router_replay,
+        )
+        save_batch(batch_path(self.run_dir, origin.version), trajectories, origin)
 
     def after_step(self, metrics: dict[str, float], *, batch: StepBatch, success: bool, model: list[Any]) -> None:
         """Evaluate where it is due, then log."""

@@ -28,7 +28,13 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Learning rate by effective sample size": (
         *("vcpo_ess_scaling", "vcpo_ess_reference", "vcpo_ess_reference_steps", "vcpo_ess_floor", "vcpo_ess_weights"),
     ),
-    "Baseline": ("vcpo_baseline", "vcpo_baseline_scope", "vcpo_energy", "vcpo_reward_normalization"),
+    "Baseline": (
+        "vcpo_baseline",
+        "vcpo_baseline_scope",
+        "vcpo_energy",
+        "vcpo_energy_method",
+        "vcpo_reward_normalization",
+    ),
     "Penalties": ("vcpo_kl_coefficient", "vcpo_kl_estimator", "vcpo_entropy_coefficient"),
     "Task": (
         *("rollout_environment", "rollout_environment_config", "rollout_prompts", "rollout_chat_template"),
@@ -54,7 +60,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("vcpo_load_hf", "vcpo_tokens_per_micro_batch", "vcpo_logit_chunk", "vcpo_dry_run", "vcpo_dry_run_processes"),
         "vcpo_phase_deadline",
     ),
-    "Output": ("rollout_run_dir", "rollout_save_trajectories", "rollout_quiet"),
+    "Output": ("rollout_run_dir", "rollout_save_trajectories", "rollout_save_batch", "rollout_quiet"),
 }
 _HEAD = """# Flags
 
