@@ -192,10 +192,6 @@ class VCPOConfig:
             )
 
     def _validate_exact(self) -> None:
-        _require(
-            self.logit_chunk == 0,
-            "--vcpo-energy exact needs the logits of a whole micro-batch; drop --vcpo-logit-chunk.",
-        )
         if self.energy_method == "two-pass":
             return
         method = f"--vcpo-energy-method {self.energy_method}"
@@ -276,6 +272,10 @@ class RolloutConfig:
     engine_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Data type of the engine's weights and activations; auto follows the trainer's."""
 
+    engine_quantization: str | None = None
+    """Folder that tools/quantize_for_rollout.py wrote (FP8 or INT8): the engine computes in its format, and every new
+    set of weights is quantized like it on the way."""
+
     engine_tensor_parallel_size: int = 1
     """Tensor-parallel ranks of one engine; must divide the number of processes."""
 
@@ -343,6 +343,11 @@ class RolloutConfig:
             self.engine_placement == "colocated" or self.engine_tensor_parallel_size == 1,
             "--rollout-engine-placement process needs --rollout-engine-tensor-parallel-size 1: each trainer process "
             "has one engine process; use colocated for engines over several ranks.",
+        )
+        _require(
+            self.engine_placement == "colocated" or self.engine_quantization is None,
+            "--rollout-engine-quantization needs --rollout-engine-placement colocated: weights for another process are "
+            "not quantized on their way.",
         )
         _require(self.temperature > 0.0, "--rollout-temperature must be above 0: greedy rollouts have no gradient.")
         _require(

@@ -1,4 +1,4 @@
-"""Run under torchrun: exact energies in every layout of this job, against per-trajectory autograd on one process."""
+"""Run under torchrun: exact energies, and steps with them, in every layout of this job against one process's."""
 
 # ruff: noqa: E402 - torch has to be patched before Megatron is imported
 
@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 from patches import megatron_cpu
 
@@ -17,13 +19,13 @@ import torch.distributed as dist
 
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.energies.exact import ExactEnergies
+from tests.distributed.layouts_worker import compare, run
 from tests.oracle.energies import measure, worst_errors
 from tests.oracle.layouts import VOCAB, Layout, Policy, build, init_distributed, trajectories
 
 # fp32 is that of the model's own forward and backward (tests/mcore/test_energies.py has a milder model).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 _CONFIG = VCPOConfig(tokens_per_micro_batch=60)
-_SHARED_EXPERT = {"moe_shared_expert_intermediate_size": 16}
 POLICIES = {
     "dense": Policy(config=_CONFIG, dtype=torch.float64),
     "tied": Policy(config=_CONFIG, dtype=torch.float64, tied=True),
@@ -34,15 +36,16 @@ DENSE, MOE = ("dense", "tied"), ("moe", "moe_tied")
 TWO = (
     (Layout(tp=2), DENSE),
     (Layout(tp=2, sp=True), DENSE + MOE),
+    (Layout(tp=2, sp=True, logit_chunk=10), DENSE),
     (Layout(pp=2), DENSE + MOE),
-    (Layout(pp=2, vpp=2), DENSE + MOE),
+    (Layout(pp=2, vpp=2, logit_chunk=7), DENSE + MOE),
     (Layout(pp=2, vpp=2, recompute=True), ("moe_tied",)),
     (Layout(), DENSE + MOE),
     (Layout(overlap=True), DENSE),
     (Layout(distopt=True), DENSE),
     (Layout(distopt=True, overlap=True), DENSE + MOE),
     (Layout(cp=2), DENSE + MOE),
-    (Layout(cp=2, recompute=True), ("moe_tied",)),
+    (Layout(cp=2, recompute=True, logit_chunk=7), ("moe_tied",)),
     (Layout(ep=2), MOE),
     (Layout(ep=2, dispatcher="allgather"), MOE),
     (Layout(tp=2, sp=True, ep=2, etp=1), MOE),
@@ -60,42 +63,79 @@ FOUR = (
     (Layout(tp=2, sp=True, ep=2, etp=1), MOE),
     (Layout(tp=4, sp=True, ep=2, etp=1), ("moe_tied",)),
 )
-LAYOUTS = {1: ((Layout(), DENSE + MOE),), 2: TWO, 4: FOUR}
+LAYOUTS = {2: TWO, 4: FOUR}
+
+_PENALTIES = {"kl_coefficient": 0.05, "entropy_coefficient": 0.01}
+_MINIBATCH = {"baseline_scope": "minibatch", "reward_normalization": "minibatch-std"}
 
 
-def check(policy: Policy, layout: Layout, expected: torch.Tensor) -> dict[str, float]:
-    """The worst relative errors, of every kind of parameter and in total."""
+def _steps(method: str, *, tokens: int, moe: bool = False, tied: bool = False, **settings: Any) -> Policy:
+    config = VCPOConfig(energy="exact", energy_method=method, tokens_per_micro_batch=tokens, **settings)
+    return Policy(config=config, moe=moe, tied=tied)
+
+
+STEPS = {
+    "two-pass": _steps("two-pass", tokens=40, moe=True),
+    "deferred, groups together": _steps("deferred", tokens=120, tied=True),
+    "deferred": _steps("deferred", tokens=40, moe=True, **_PENALTIES),
+    "accumulators": _steps("accumulators", tokens=40, moe=True, tied=True, **_MINIBATCH),
+}
+STEP_LAYOUTS = {
+    2: (
+        Layout(tp=2, sp=True),
+        Layout(pp=2, vpp=2),
+        Layout(distopt=True, overlap=True),
+        Layout(cp=2),
+        Layout(ep=2, distopt=True),
+        Layout(tp=2, sp=True, etp=1),
+    ),
+    4: (Layout(tp=2, sp=True, pp=2, ep=2, etp=1, distopt=True, overlap=True, recompute=True),),
+}
+
+
+def check_energies(policy: Policy, layout: Layout, expected: torch.Tensor) -> str:
+    """The energies of every kind of parameter and in total; the worst relative error."""
     dtype = torch.float32 if layout.distopt else torch.float64  # the distributed optimizer takes no fp64
     trainer = build(dataclasses.replace(policy, dtype=dtype), layout)
     energies = ExactEnergies(trainer.model, trainer.groups, policy.config, torch.device("cpu"))
-    measure(energies, trajectories(), packing=trainer.step.settings.packing, vocab_size=VOCAB)
+    packing = trainer.step.settings.packing
+    measure(energies, trajectories(), packing=packing, vocab_size=VOCAB, chunk=layout.logit_chunk)
     errors = worst_errors(energies.by_kind, expected)
     assert max(errors.values()) < TOLERANCE[dtype], errors
     assert not any(p.main_grad.any() for chunk in trainer.model for p in chunk.parameters()), "gradients were touched"
-    return errors
+    return f"{max(errors.values()):.0e}"
+
+
+def check_steps(policy: Policy, layout: Layout, expected: dict[str, Any]) -> str:
+    """Two steps, their metrics and the weights after them, against two-pass steps of one process."""
+    compare(run(policy, layout), expected)
+    return "steps"
+
+
+def report(check: Callable[..., str], name: str, policy: Policy, layout: Layout, expected: Any) -> None:
+    """Run one check and say so; a failure names what it was."""
+    started = time.perf_counter()
+    try:
+        result = check(policy, layout, expected)
+    except Exception as error:
+        error.add_note(f"rank {dist.get_rank()}: {name} with {layout}")
+        raise
+    if dist.get_rank() == 0:
+        print(f"ok {name} with {layout} ({time.perf_counter() - started:.1f} s) {result}", flush=True)
 
 
 def main() -> None:
     reference = torch.load(sys.argv[1])
-    only = sys.argv[2] if len(sys.argv) > 2 else ""
     torch.set_num_threads(1)
     init_distributed()
     megatron_cpu.patch_megatron()
     for layout, names in LAYOUTS[dist.get_world_size()]:
         for name in names:
-            if only not in str(layout):
-                continue
-            started = time.perf_counter()
-            try:
-                errors = check(POLICIES[name], layout, reference[name])
-            except Exception as error:
-                error.add_note(f"rank {dist.get_rank()}: {name} with {layout}")
-                raise
-            if dist.get_rank() == 0:
-                print(
-                    f"ok {name} with {layout} ({time.perf_counter() - started:.1f} s) {max(errors.values()):.0e}",
-                    flush=True,
-                )
+            report(check_energies, name, POLICIES[name], layout, reference["energies"][name])
+    for layout in STEP_LAYOUTS[dist.get_world_size()]:
+        for name, policy in STEPS.items():
+            if policy.moe or (layout.ep == 1 and layout.etp is None):
+                report(check_steps, name, policy, layout, reference["steps"][name])
     dist.barrier()
     if dist.get_rank() == 0:
         print("all layouts passed", flush=True)

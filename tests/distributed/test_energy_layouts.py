@@ -1,7 +1,8 @@
-"""Exact energies do not depend on the layout: every one of them equals per-trajectory autograd on one process."""
+"""Exact energies, and the steps taken with them, do not depend on the layout."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from tests.oracle.torchrun import torchrun
 _WORKER = Path(__file__).with_name("energy_worker.py")
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """[kinds, N] of every policy, as a file."""
+def reference_results():
+    """Energies [kinds, N] of every policy by autograd, and steps with every policy in two passes; on one process."""
     with single_process_megatron():
-        from tests.distributed.energy_worker import POLICIES
+        from tests.distributed.energy_worker import POLICIES, STEPS
+        from tests.distributed.layouts_worker import run
         from tests.oracle.energies import per_trajectory_energies
         from tests.oracle.layouts import VOCAB, Layout, build, trajectories
 
@@ -25,12 +26,21 @@ def reference(tmp_path_factory):
             name: per_trajectory_energies(build(policy, Layout()).model[0], trajectories(), vocab_size=VOCAB)
             for name, policy in POLICIES.items()
         }
+        steps = {}
+        for name, policy in STEPS.items():
+            config = dataclasses.replace(policy.config, energy_method="two-pass")
+            steps[name] = run(dataclasses.replace(policy, config=config), Layout())
+    return {"energies": energies, "steps": steps}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
     path = tmp_path_factory.mktemp("energies") / "reference.pt"
-    torch.save(energies, path)
+    torch.save(reference_results(), path)
     return path
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.distributed
-def test_every_layout_measures_the_energies_of_one_process(reference, processes):
+def test_every_layout_measures_and_trains_as_one_process_does(reference, processes):
     torchrun(_WORKER, str(reference), processes=processes, passed="all layouts passed")

@@ -96,20 +96,24 @@ def test_energies_of_every_kind_of_parameter_equal_one_backward_per_trajectory(g
     model, batch = build(variant), trajectories()
     expected = per_trajectory_energies(model, batch, vocab_size=VOCAB)
     energies = exact_energies(model, groups)
-    for budget in (400, 60):
-        found = measure(energies, batch, packing=PackingSettings(budget=budget), vocab_size=VOCAB)
+    for budget, chunk in ((400, 0), (60, 0), (60, 7)):
+        found = measure(energies, batch, packing=PackingSettings(budget=budget), vocab_size=VOCAB, chunk=chunk)
         errors = worst_errors(energies.by_kind, expected)
         assert max(errors.values()) < 1e-12, errors
         torch.testing.assert_close(found.energies, expected.sum(0), rtol=1e-12, atol=0)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_latent_attention_with_shared_and_routed_experts(groups, family):
+# Megatron computes sigmoid scores in fp32, whose last bit depends on where in a vector register a number stands.
+@pytest.mark.parametrize(("family", "tolerance"), [("deepseek_v2", 1e-12), ("deepseek_v3", 1e-6)])
+def test_latent_attention_with_shared_and_routed_experts(groups, family, tolerance):
     from tests.oracle.model_pairs import gpt_models, transformer_config
 
     config = transformer_config(
-        family, params_dtype=torch.float64, calculate_per_token_loss=True, variable_seq_lengths=True
+        family,
+        params_dtype=torch.float64,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
     )
     torch.manual_seed(0)
     model = gpt_models(config, tied=False)[0].double().train()
@@ -119,7 +123,7 @@ def test_latent_attention_with_shared_and_routed_experts(groups, family):
     measure(energies, batch, packing=PackingSettings(budget=60), vocab_size=VOCAB)
     errors = worst_errors(energies.by_kind, expected)
     assert errors.keys() >= {"linear", "expert", "router", "norm", "embedding", "output"}
-    assert max(errors.values()) < 1e-11, errors
+    assert max(errors.values()) < tolerance, errors
 
 
 @pytest.mark.parametrize("variant", ["tied", "experts"])
@@ -136,3 +140,10 @@ def test_short_and_long_trajectories_are_measured_alike_and_some_in_each_way(gro
     """Ghost norms below 16 rows of a 32 x 32 weight, products from there on; both occur, in one packed batch."""
     lengths = [trajectory.num_tokens for trajectory in trajectories()]
     assert min(lengths) < 16 <= max(lengths)
+
+
+def test_ranks_with_the_same_experts_share_trajectories_where_their_tokens_come_from_one_replica():
+    from megatron_vcpo.mcore.energies.layout import share_classes
+
+    assert sorted(share_classes([(0, {0}), (2, {0}), (4, {1}), (6, {1})])) == [[0, 2], [4, 6]]
+    assert sorted(share_classes([(5, {0, 1}), (1, {2, 3}), (3, {1, 2}), (7, {4})])) == [[1, 3, 5], [7]]

@@ -104,7 +104,10 @@ AUXILIARY = {
 
 @pytest.fixture(scope="module")
 def with_penalties():
-    """Two steps of every way, with KL, entropy and auxiliary losses: (metrics, gradients, the routers' counts)."""
+    """Two steps of every way, with KL, entropy and auxiliary losses: (metrics, gradients)."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    destroy_moe_metrics_tracker()  # it remembers how many layers another test's model had
     results = {}
     for method in METHODS:
         settings = {**MINIBATCH, "kl_coefficient": 0.1, "entropy_coefficient": 0.01}
@@ -112,8 +115,7 @@ def with_penalties():
         steps = []
         for seed in (0, 1):
             metrics = trainer.train(trajectories(seed))
-            counts = [b.clone().flatten() for n, b in trainer.model[0].named_buffers() if ".router." in n]
-            steps.append((metrics, gradients(trainer), torch.cat(counts)))
+            steps.append((metrics, gradients(trainer)))
         results[method] = steps
     return results
 
@@ -125,9 +127,7 @@ def test_penalties_and_auxiliary_losses_are_the_same_in_every_way(with_penalties
         for name in ours[0]:
             assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-6, abs=1e-9), name
         assert float((ours[1] - theirs[1]).norm() / theirs[1].norm()) < 1e-6
-        torch.testing.assert_close(ours[2], theirs[2])
     assert with_penalties["two-pass"][1][0]["kl"] > 1e-6
-    assert with_penalties["two-pass"][1][2].any()
 
 
 def test_energies_hold_the_weights_of_a_token_level_correction_and_the_veto():
@@ -195,7 +195,6 @@ def test_fp16_steps_run_in_every_way_and_an_overflow_is_a_skipped_step(method):
         ({"energy_method": "accumulators", "baseline": "opob-leave-one-out", **MINIBATCH}, "--vcpo-baseline opob"),
         ({"energy_method": "deferred", "correction": "gspo"}, "two-pass"),
         ({"energy_method": "deferred", "loss": "somewhere:loss"}, "two-pass"),
-        ({"logit_chunk": 8}, "--vcpo-logit-chunk"),
     ],
 )
 def test_what_cannot_work_is_refused(settings, flag):

@@ -70,14 +70,16 @@ def per_trajectory_energies(
     return table
 
 
-def measure(energies: Any, trajectories: Sequence[Trajectory], *, packing: PackingSettings, vocab_size: int) -> Any:
+def measure(
+    energies: Any, trajectories: Sequence[Trajectory], *, packing: PackingSettings, vocab_size: int, chunk: int = 0
+) -> Any:
     """One measuring pass of an ExactEnergies over packed micro-batches; its findings."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config: VCPOConfig = energies.config
     batch = build_minibatch(trajectories, config, packing, energies.device)
-    context = OutputContext(vocab_size=vocab_size, temperature=1.0, chunk=0, tp_group=energies.groups.tp)
+    context = OutputContext(vocab_size=vocab_size, temperature=1.0, chunk=chunk, tp_group=energies.groups.tp)
 
     def loss(micro: Any, output: Any) -> Any:
         if micro.context_rows is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vcpo.mcore.energies.contributions import Contribution, Products, working
+from megatron_vcpo.mcore.energies.contributions import Contribution, OpenProducts, Products, working
 from megatron_vcpo.mcore.energies.layout import Layout
 from megatron_vcpo.mcore.energies.rows import Rows
 from megatron_vcpo.mcore.packing import MicroBatch
@@ -33,6 +33,21 @@ class MicroBatchRows:
     # of each token's own word, and the embedding's gradient; [t', d] each, of the rows that this rank owns.
     output_part: Tensor | None = None
     embedding_part: Tensor | None = None
+    output_rows: int = 0  # rows of the output layer whose gradient has come
+    open: OpenProducts = field(default_factory=OpenProducts)  # of the output layer, where it runs chunk by chunk
+    _scored_from: int = 0  # where the next chunk begins, on each rank
+
+    def next_scored(self, count: int, ranks: int) -> tuple[Rows, Rows | None]:
+        """Owners of the output layer's next `count` rows, and of all of them where these are a chunk.
+
+        Args:
+            count: rows after the gather over `ranks` sequence-parallel ranks.
+            ranks: how many; a chunk holds rows of each.
+        """
+        if count == len(self.scored.ids):
+            return self.scored, None
+        start, self._scored_from = self._scored_from, self._scored_from + count // ranks
+        return self.scored.chunk(start, self._scored_from, ranks), self.scored
 
     @staticmethod
     def of(micro: MicroBatch, cp_rank: int = 0) -> MicroBatchRows:
@@ -173,12 +188,13 @@ class EnergyCollector:
     # ------------------------------------------------------------------ the result
 
     def reduce(self) -> Tensor:
-        """[kinds, N] fp64 over all ranks, every parameter once; collective over all ranks."""
+        """[kinds, N] fp64 over all ranks, every parameter once, of what was measured so far; collective over all."""
         self._exchange_tied_parts()
+        table = self.table.clone()
         for group in (self.layout.tp, self.layout.pp, self.layout.dp_cp):
             if group_size(group) > 1:
-                dist.all_reduce(self.table, group=group)
-        return self.table
+                dist.all_reduce(table, group=group)
+        return table
 
     def _exchange_tied_parts(self) -> None:
         # Micro-batches come in the same order on the first and the last stage; the last one has the output's parts.

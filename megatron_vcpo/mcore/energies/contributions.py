@@ -21,6 +21,7 @@ from megatron_vcpo.mcore.energies.rows import Rows
 
 Values = npt.NDArray[np.float64]
 
+_ROWS_AT_ONCE = 256  # up to here, starting many small products takes longer than one over all pairs of rows
 _FEW_ROWS = 48  # below, three passes over a [d_out, d_in] product take longer than a second multiplication would
 
 
@@ -67,6 +68,22 @@ def working(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
+class OpenProducts:
+    """Gradients of trajectories whose rows come in pieces, as those of an output layer that runs chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Tensor, int]] = {}  # trajectory -> its gradient so far, rows still to come
+
+    def add(self, index: int, product: Tensor, rows: int, of: int) -> Tensor | None:
+        """Take the product of `rows` of the trajectory's `of` rows; its gradient when it is complete."""
+        before, left = self._open.pop(index, (None, of))
+        total = product if before is None else before.add_(product)
+        if left == rows:
+            return total
+        self._open[index] = total, left - rows
+        return None
+
+
 @dataclass(slots=True, kw_only=True)
 class MatrixContribution:
     """A linear layer: weight [d_out, d_in]."""
@@ -76,19 +93,30 @@ class MatrixContribution:
     rows: Rows
     share: Share
     formed: list[tuple[int, Tensor]] = field(default_factory=list)  # trajectories and their gradients [d_out, d_in]
+    whole: Rows | None = None  # where these rows are a chunk: all of them, and
+    open: OpenProducts | None = None  # what the chunks have in common
 
     def add_energies(self, into: Tensor, products: Products) -> None:
         """The norm of g^T x by that product or by sum_ts (g_t.g_s)(x_t.x_s), whichever needs fewer multiplications.
 
         Source: the mixed ghost norm of arXiv 2205.10683.
         """
+        whole = self.whole
         if self.share.group is not None:
             exchange = self.rows.exchange(self.share.group)
             self.rows, self.x, self.g = exchange.rows, exchange(self.x), exchange(self.g)
+            whole = None if whole is None else whole.exchange(self.share.group).rows
+        if whole is not None:
+            self._add_chunk(into, whole)
+            return
+        widths, size = self.x.size(1) + self.g.size(1), self.x.size(1) * self.g.size(1)
+        few = len(self.x) <= _ROWS_AT_ONCE and size > len(self.x) * widths
+        if few and products is not Products.ALWAYS:
+            self._add_ghost_norms(into)
+            return
         for index, span in self.rows.segments:
             x, g = working(self.x[span], self.g[span])
-            size, length = x.size(1) * g.size(1), x.size(0)
-            if size <= length * (x.size(1) + g.size(1)) or (products is Products.ALWAYS and length >= _FEW_ROWS):
+            if size <= len(x) * widths or (products is Products.ALWAYS and len(x) >= _FEW_ROWS):
                 product = g.t() @ x
                 energy = squared_norm(product)
                 if products is not Products.NONE:
@@ -99,6 +127,25 @@ class MatrixContribution:
                 into[index] += energy
         if self.formed:
             self._keep_rows_of_others()
+
+    def _add_chunk(self, into: Tensor, whole: Rows) -> None:
+        assert self.open is not None
+        for index, span in self.rows.segments:
+            x, g = working(self.x[span], self.g[span])
+            product = self.open.add(index, g.t() @ x, len(x), of=whole.counts[index])
+            if product is not None and self.share.counts:
+                into[index] += squared_norm(product)
+
+    def _add_ghost_norms(self, into: Tensor) -> None:
+        """All trajectories at once: one product over all pairs of rows, where experts would have many tiny ones."""
+        if not self.share.counts:
+            return
+        owners, members = self.rows.membership
+        x, g = working(self.x, self.g)
+        pairs = (g @ g.t()).mul_(x @ x.t())
+        same = (members.to(x.dtype).t() @ members.to(x.dtype)) > 0
+        of_rows = torch.where(same, pairs, 0.0).sum(1, dtype=torch.float64)
+        into[owners] += torch.where(members, of_rows, 0.0).sum(1)
 
     def _keep_rows_of_others(self) -> None:
         left, index = self.rows.without([owner for owner, _ in self.formed])

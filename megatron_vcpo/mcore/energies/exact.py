@@ -161,10 +161,10 @@ class ExactEnergies:
         return log_weights, segment_sum(micro.response_mask.double(), ids, micro.num_trajectories)
 
     def reduce(self) -> Measured:
-        """The pass's findings on every rank; collective over all, within the pass and after its last backward."""
+        """The findings so far, on every rank; collective over all of them, within the pass, between micro-batches."""
         current = self._current()
         table = current.collector.reduce()
-        columns = current.columns
+        columns = current.columns.clone()
         if is_last_stage(self.groups.pp):
             sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
         from_last_stage(columns, self.groups.pp)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vcpo.config import ConfigError
 from megatron_vcpo.mcore.energies.contributions import Share
 from megatron_vcpo.mcore.reductions import collective_device, group_size
 
@@ -30,9 +31,19 @@ class Layout:
 
     @staticmethod
     def of(groups: Any, *, with_experts: bool) -> Layout:
-        """From Megatron-Core's ProcessGroupCollection; collective over all ranks for a model with experts."""
+        """From Megatron-Core's ProcessGroupCollection; collective over all ranks for a model with experts.
+
+        Raises:
+            ConfigError: a group that energies need is missing; without it they would be wrong silently.
+        """
+        names = ("tp", "cp", "tp_cp", "pp", "dp", "dp_cp", "embd", *(("tp_ep", "expt_dp") if with_experts else ()))
+        if missing := [name for name in names if not hasattr(groups, name)]:
+            raise ConfigError(
+                f"--vcpo-energy exact needs the process groups {', '.join(missing)} in the ProcessGroupCollection; "
+                "ProcessGroupCollection.use_mpu_process_groups() has them."
+            )
         return Layout(
-            **{name: getattr(groups, name, None) for name in ("tp", "cp", "tp_cp", "pp", "dp_cp", "embd")},
+            **{name: getattr(groups, name) for name in ("tp", "cp", "tp_cp", "pp", "dp_cp", "embd")},
             experts=_expert_share(groups) if with_experts else None,
         )
 

@@ -37,9 +37,26 @@ class Rows:
                 found.append((owner, index))
         return found
 
+    @cached_property
+    def counts(self) -> dict[int, int]:
+        """Rows of each trajectory here."""
+        owners, counts = np.unique(self.ids[self.ids >= 0], return_counts=True)
+        return dict(zip(owners.tolist(), counts.tolist()))
+
+    @cached_property
+    def membership(self) -> tuple[Tensor, Tensor]:
+        """The trajectories that own rows here, [n], and which rows each of them owns, [n, t] bool."""
+        owners = np.unique(self.ids[self.ids >= 0])
+        return self._on_device(owners), self._on_device(owners[:, None] == self.ids[None])
+
     def part(self, rank: int, size: int) -> Rows:
         """The contiguous slice that one of `size` sequence-parallel ranks holds."""
         return Rows(ids=np.split(self.ids, size)[rank], device=self.device, members=self.members)
+
+    def chunk(self, start: int, stop: int, ranks: int) -> Rows:
+        """Rows start : stop of each of `ranks` sequence-parallel ranks, rank by rank, as a gather brings them."""
+        ids = self.ids.reshape(ranks, -1)[:, start:stop].reshape(-1)
+        return Rows(ids=ids, device=self.device, members=self.members)
 
     def without(self, owners: list[int]) -> tuple[Rows, Tensor]:
         """The rows of other trajectories, and their indices here; rows of none stay out too."""

@@ -51,7 +51,7 @@ def linear(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> No
     kind = "expert" if module.is_expert else "linear"
     share = collector.layout.expert if module.is_expert else collector.layout.sharded
     if name.endswith("output_layer"):
-        shadow(undo, module, "_forward_impl", lambda base: _output(collector, module, base))
+        shadow(undo, module, "_forward_impl", lambda base: _output(collector, base))
     else:
         shadow(undo, module, "_forward_impl", lambda base: _matrix(collector, kind, share, base))
     if module.bias is not None:
@@ -76,22 +76,24 @@ def _matrix(collector: EnergyCollector, kind: str, share: Any, base: Any) -> Cal
     return forward_impl
 
 
-def _output(collector: EnergyCollector, module: Any, base: Any) -> Callable[..., Tensor]:
-    """Like any other, but only rows that the loss reads have a gradient, and the weight may be the embedding's."""
+def _output(collector: EnergyCollector, base: Any) -> Callable[..., Tensor]:
+    """Like any other, but only rows that the loss reads have a gradient, the weight may be the embedding's, and the
+    layer may run chunk by chunk (--vcpo-logit-chunk)."""
 
     def forward_impl(input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = base(input, weight, *args, **kwargs)
         if collector.listens(out, weight):
-            owners = collector.current
+            owners, share = collector.current, collector.layout.sharded
             assert owners is not None
-            collector.rows(out.numel() // out.size(-1))  # refuses a part of the rows
-            share = collector.layout.sharded
+            ranks = collector.layout.tp_size if kwargs["sequence_parallel"] else 1
+            rows, whole = owners.next_scored(out.numel() // out.size(-1), ranks)
 
             def contribution(g: Tensor) -> Contribution:
                 x = flat(gathered(input, kwargs["tp_group"]) if kwargs["sequence_parallel"] else input)
                 if collector.tied:
-                    tied.output_part(collector, owners, x, flat(g), first=collector.layout.tp_rank * out.size(-1))
-                return MatrixContribution(x=x, g=flat(g), rows=owners.scored, share=share)
+                    first = collector.layout.tp_rank * out.size(-1)
+                    tied.output_part(collector, owners, rows, x, flat(g), first=first)
+                return MatrixContribution(x=x, g=flat(g), rows=rows, share=share, whole=whole, open=owners.open)
 
             collector.watch(out, weight, "embedding" if collector.tied else "output", contribution)
         return out

@@ -14,35 +14,41 @@ from megatron_vcpo.mcore.energies.contributions import working
 
 if TYPE_CHECKING:
     from megatron_vcpo.mcore.energies.collector import EnergyCollector, MicroBatchRows
+    from megatron_vcpo.mcore.energies.rows import Rows
 
 
-def output_part(collector: EnergyCollector, owners: MicroBatchRows, x: Tensor, g: Tensor, *, first: int) -> None:
+def output_part(
+    collector: EnergyCollector, owners: MicroBatchRows, scored: Rows, x: Tensor, g: Tensor, *, first: int
+) -> None:
     """Keep A's rows of every token's own word.
 
     Args:
-        collector: hears of it.
+        collector: hears of it when all chunks of the output layer have come.
         owners: the micro-batch.
+        scored: owners of the rows, all of the output layer's or a chunk of them.
         x: [t, d] hidden states.
         g: [t, V / tp] gradient of the logits.
         first: this rank's first word.
     """
-    scored, rows, words = owners.scored, owners.rows, owners.tokens
+    owners.output_rows += len(x)
+    rows, words = owners.rows, owners.tokens
     group = collector.layout.sharded.group
     if group is not None:
         some, every = scored.exchange(group), rows.exchange(group)
         x, g, words = some(x), some(g), every(words)
         scored, rows = some.rows, every.rows
     x, g = working(x, g)
-    part = x.new_zeros(len(rows.ids), x.size(1))
+    if owners.output_part is None:
+        owners.output_part = x.new_zeros(len(rows.ids), x.size(1))
     spans = dict(scored.segments)
     for index, span in rows.segments:
         if index in spans:
             word = words[span] - first
             own = (word >= 0) & (word < g.size(1))
             columns = g[spans[index]][:, word.clamp(0, g.size(1) - 1)]
-            part[span] = (columns.t() @ x[spans[index]]) * own[:, None]
-    owners.output_part = part
-    collector.keep_tied(owners)
+            owners.output_part[span] += (columns.t() @ x[spans[index]]) * own[:, None]
+    if owners.output_rows == len(owners.rows.ids):
+        collector.keep_tied(owners)
 
 
 def embedding_part(collector: EnergyCollector, owners: MicroBatchRows, g: Tensor) -> None:

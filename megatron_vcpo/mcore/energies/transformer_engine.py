@@ -33,7 +33,8 @@ def te_linear(collector: EnergyCollector, name: str, module: Any, undo: Undo) ->
         expert, mode = ".local_experts." in name, module.parallel_mode
         split = module.sequence_parallel and layout.tp_size > 1 and not expert
         share = layout.expert if expert else layout.sharded
-        if mode is None and not expert:  # the same weight everywhere, on each rank's own rows
+        if mode is None and not expert:  # duplicated: Transformer Engine believes there is one rank, Megatron marks it
+            split = getattr(module.weight, "sequence_parallel", False) and layout.tp_size > 1
             share = layout.partial if split else layout.replicated
         whole_x, whole_g = split and mode == "column", split and mode == "row"
         rows = collector.rows(_rows(x) * layout.tp_size if whole_x else _rows(x))

@@ -26,6 +26,7 @@ from megatron_vcpo.mcore.energies.exact import ExactEnergies, Measured
 from megatron_vcpo.mcore.energies.quiet import router_statistics_kept, silent_finalization
 from megatron_vcpo.mcore.minibatch import Minibatch
 from megatron_vcpo.mcore.packing import MicroBatch
+from megatron_vcpo.mcore.reductions import group_size
 from megatron_vcpo.objective import length_normalizers, sequence_log_applied
 
 Values = npt.NDArray[np.float64]
@@ -174,9 +175,28 @@ class _OnePass(TwoPass):
 
 
 class Deferred(_OnePass):
-    """Keeps rows, or the trajectories' gradients where those are smaller, until the minibatch's baselines are known."""
+    """Keeps rows, or the trajectories' gradients where those are smaller, until their baselines are known.
+
+    Without pipeline stages a group's baseline is known once its micro-batch has gone back, where a micro-batch holds
+    whole groups; otherwise at the end of the step.
+    """
 
     products = Products.SMALLER
+
+    def begin(self, step: Step, model: list[Any], forward_backward: Any) -> None:
+        assert step.minibatch is not None
+        in_groups = self.energies.config.baseline_scope == "group" and step.minibatch.plan.groups_together
+        self._step = step if in_groups and group_size(self.energies.layout.pp) == 1 else None
+        self._begun = 0
+        super().begin(step, model, forward_backward)
+
+    def forward(self, micro: MicroBatch, packed_seq_params: Any) -> AbstractContextManager[None]:
+        if self._step is not None and self._begun:
+            measured = self.energies.reduce()
+            self._step.set_baselines(measured)
+            self._form_gradients(self._step, measured)
+        self._begun += 1
+        return super().forward(micro, packed_seq_params)
 
     def _reset(self, batch: Minibatch) -> None:
         self._kept: list[tuple[nn.Parameter, Contribution]] = []
