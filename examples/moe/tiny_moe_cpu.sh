@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A small mixture of experts (Qwen3-MoE: 2 layers, 4 experts, 2 for each token) learns to sort six digits, on a CPU and in
-# one process: a short supervised warm-up, then VCPO on rollouts up to 3 optimizer steps old. About three minutes.
+# two processes that hold two experts of each layer: a short supervised warm-up, then VCPO on rollouts up to 3 optimizer
+# steps old, whose tokens are trained through the experts that served them in the engine (R3). About five minutes.
 #
 #     make setup
 #     bash examples/moe/tiny_moe_cpu.sh [flags of the second phase]
@@ -61,7 +62,11 @@ VCPO_ARGS=(
     --vcpo-ess-scaling sqrt
     --vcpo-baseline opob
 )
+PARALLEL_ARGS=(
+    --expert-model-parallel-size 2
+)
 ROLLOUT_ARGS=(
+    --rollout-router-replay rollout
     --rollout-prompts-per-step 32
     --rollout-responses-per-prompt 8
     --rollout-max-lag 3
@@ -75,7 +80,7 @@ ROLLOUT_ARGS=(
 run() {
     local log=$1
     shift
-    if ! "$PYTHON" -W ignore -m "$@" 2>&1 | tee "$log" | grep --line-buffered -E '^ *[0-9]+/[0-9]+ \||^megatron_vcpo:'; then
+    if ! "$PYTHON" -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 -m "$@" 2>&1 | tee "$log" | grep --line-buffered -E '^ *[0-9]+/[0-9]+ \||^megatron_vcpo:'; then
         echo "The run failed; the end of $log:" >&2
         tail -n 30 "$log" >&2
         exit 1
@@ -85,8 +90,10 @@ run() {
 mkdir -p "$RUN"
 "$PYTHON" "$ROOT/examples/char_tokenizer.py" "$RUN/tokenizer"
 echo "1. Supervised warm-up (45 steps)"
-run "$RUN/warm_up.log" megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${WARM_UP_ARGS[@]}"
+run "$RUN/warm_up.log" megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
+    "${WARM_UP_ARGS[@]}"
 echo "2. VCPO on rollouts that are up to 3 steps old (160 steps)"
-run "$RUN/train.log" megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
+run "$RUN/train.log" megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
+    "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
 echo "3. The picture"
 "$PYTHON" "$ROOT/tools/plot_run.py" "$RUN"
