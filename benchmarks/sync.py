@@ -1,11 +1,15 @@
-"""publish() against a plain copy of the same bytes: seconds, GB/s and peak extra memory, in one process, interleaved.
+"""publish() against a plain copy of the same bytes: seconds, GB/s and peak extra memory, interleaved.
 
-The rows: the copy, publish() into an engine that only takes the tensors, and into vLLM (leave it out with --no-vllm).
+The rows: the copy; publish() into an engine that only takes the tensors, into vLLM in this process, through vLLM's own
+loader for comparison (what every update was before updates were copied), and into vLLM in a process of its own; a
+forward and backward pass of the same model, for the share of a step. With --unpacked vLLM keeps its weights as they
+come, as it does on a GPU, instead of in the CPU kernels' packed form. --no-vllm leaves vLLM out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -18,6 +22,9 @@ import torch
 from megatron_vcpo.checkpoint.description import ModelFacts, describe_megatron
 from megatron_vcpo.checkpoint.hf_config import hf_config_from_megatron
 from megatron_vcpo.config import SyncConfig
+from megatron_vcpo.rollout import vllm_weights
+from megatron_vcpo.rollout.engine_process import ProcessEngine
+from megatron_vcpo.rollout.vllm_engine import VLLMEngine
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from tests.oracle.single_process import single_process_megatron
 
@@ -26,6 +33,7 @@ class IdleEngine:
     """Takes the tensors and does nothing with them."""
 
     version: int | None = None
+    float32_weights: frozenset[str] = frozenset()
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         for _ in weights:
@@ -54,17 +62,60 @@ def build(layers: int, hidden: int, vocab: int) -> tuple[Any, Any, ModelFacts]:
     return model, config, facts
 
 
-def build_vllm(folder: Path, config: Any, facts: ModelFacts) -> Any:
-    """The real engine with dummy weights and a tokenizer of one letter per token."""
+def settings(folder: Path, config: Any, facts: ModelFacts) -> Any:
+    """Of engines with dummy weights and a tokenizer of one letter per token."""
     import json
 
-    from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+    from megatron_vcpo.rollout.vllm_engine import VLLMSettings
     from tests.oracle.tiny_models import character_tokenizer
 
     fields = hf_config_from_megatron(config, facts, dtype=torch.float32)
     (folder / "config.json").write_text(json.dumps(fields))
     character_tokenizer().save_pretrained(folder)
-    return VLLMEngine(VLLMSettings(model_dir=str(folder), dtype="float32", max_model_len=128, kv_cache_bytes=64 << 20))
+    return VLLMSettings(model_dir=str(folder), dtype="float32", max_model_len=128, kv_cache_bytes=64 << 20)
+
+
+def keep_unpacked() -> None:
+    """Let vLLM's CPU layers multiply with the weights as they are, for this process."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def plain(self: Any, layer: torch.nn.Module) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    LinearBase._cpu_skip_gemm_dispatch = True
+    UnquantizedEmbeddingMethod.process_weights_after_loading = plain
+
+
+class ThroughLoader:
+    """An engine whose updates all go through vLLM's own reload."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.version: int | None = None
+        self.float32_weights: frozenset[str] = frozenset()
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        loader = self._engine._loader
+        plan, loader._plan = loader._plan, None
+        recorder, vllm_weights.CopyRecorder = vllm_weights.CopyRecorder, NoRecorder
+        try:
+            self._engine.update_weights(weights, version)
+        finally:
+            loader._plan, vllm_weights.CopyRecorder = plan, recorder
+        self.version = version
+
+
+class NoRecorder(contextlib.nullcontext):
+    """Records nothing, so that only the reload is measured."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.written: list[Any] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def expect(self, name: str, tensor: torch.Tensor) -> None:
+        pass
 
 
 def peak_extra_bytes(action: Callable[[], object]) -> int:
@@ -100,27 +151,55 @@ def measure(rows: dict[str, Callable[[], object]], nbytes: int, repeats: int) ->
             seconds[name].append(time.perf_counter() - started)
     reference = statistics.median(next(iter(seconds.values())))
     print(f"{nbytes / 1e6:.0f} MB of weights, median of {repeats}")
-    print(f"{'':28}{'ms':>10}{'GB/s':>8}{'x copy':>9}{'peak extra MB':>16}")
+    print(f"{'':32}{'ms':>10}{'GB/s':>8}{'x copy':>9}{'peak extra MB':>16}")
     for name, values in seconds.items():
         median = statistics.median(values)
         rate = nbytes / median / 1e9
-        print(f"{name:28}{median * 1e3:10.1f}{rate:8.2f}{median / reference:9.2f}{peaks[name] / 1e6:16.1f}")
+        print(f"{name:32}{median * 1e3:10.1f}{rate:8.2f}{median / reference:9.2f}{peaks[name] / 1e6:16.1f}")
+
+
+def training_pass(model: Any, tokens: int) -> Callable[[], object]:
+    """A forward and backward pass over one sequence."""
+    ids = torch.randint(0, 1000, (1, tokens))
+    positions = torch.arange(tokens)[None]
+    causal = torch.triu(torch.ones(1, 1, tokens, tokens, dtype=torch.bool), 1)
+
+    def run() -> None:
+        model(ids, positions, causal).logsumexp(-1).mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    return run
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, value in {"layers": 12, "hidden": 768, "vocab": 16384, "repeats": 7}.items():
+    for name, value in {"layers": 12, "hidden": 768, "vocab": 16384, "repeats": 7, "tokens": 512}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--no-vllm", action="store_true", help="leave out the row of the real engine")
+    parser.add_argument("--no-vllm", action="store_true", help="leave out the rows of the real engine")
+    parser.add_argument("--unpacked", action="store_true", help="let vLLM keep its weights as they come")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with single_process_megatron() as groups, tempfile.TemporaryDirectory() as folder:
+    with (
+        single_process_megatron() as groups,
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.ExitStack() as stack,
+    ):
         model, config, facts = build(options.layers, options.hidden, options.vocab)
         description = describe_megatron(config, facts)
         engines: dict[str, Any] = {"publish, idle engine": IdleEngine()}
         if not options.no_vllm:
-            engines["publish, vLLM in process"] = build_vllm(Path(folder), config, facts)
+            if options.unpacked:
+                keep_unpacked()
+            chosen = settings(Path(folder), config, facts)
+            here = VLLMEngine(chosen)
+            stack.callback(here.shutdown)
+            engines["publish, vLLM in process"] = here
+            engines["the same, by vLLM's loader"] = ThroughLoader(here)
+            if not options.unpacked:
+                child = ProcessEngine(chosen, rank=0, timeout=60.0, bucket_bytes=SyncConfig().bucket_bytes)
+                stack.callback(child.shutdown)
+                engines["publish, vLLM's own process"] = child
         shape = description.shape(options.vocab)
         syncs = {
             name: WeightSynchronizer(
@@ -137,10 +216,11 @@ def main() -> None:
 
         rows: dict[str, Callable[[], object]] = {"plain copy": copy}
         for name, sync in syncs.items():
+            for _ in range(3):
+                sync.publish(1)  # the first are recorded, and proven
             rows[name] = lambda sync=sync: sync.publish(1)  # type: ignore[misc]
+        rows[f"forward, backward, {options.tokens} tokens"] = training_pass(model, options.tokens)
         measure(rows, next(iter(syncs.values())).gatherer.nbytes, options.repeats)
-        if not options.no_vllm:
-            engines["publish, vLLM in process"].shutdown()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+_DEVICE_ARGUMENT = 6
+"""Of torch's rebuild_cuda_tensor: the device's index in the sender. The receiver counts its devices for itself."""
+
 
 class CudaIpcDelivery:
     """The sending side; see `WeightDelivery`. Sender and receiver must see the same physical device."""
@@ -46,7 +49,9 @@ class CudaIpcOpener:
         rebuild, arguments = handle
         key = repr(arguments)
         if place not in self._open or self._open[place][0] != key:
-            self._open[place] = key, rebuild(*arguments)
+            own = list(arguments)
+            own[_DEVICE_ARGUMENT] = torch.cuda.current_device()
+            self._open[place] = key, rebuild(*own)
         return self._open[place][1]
 
     def settle(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_models import character_tokenizer
 
+_SOAKED = ("qwen2", "qwen3_moe")
 _TIED = ("llama", "qwen2")
 # vLLM's attention on a CPU takes heads of 32 dimensions or more, and one size of latents.
 _LATENT = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "qk_head_dim": 32, "v_head_dim": 32}
@@ -37,6 +39,21 @@ def disturb(model: Any) -> None:
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
     for parameter in [*model.parameters(), *biases]:
         parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def soak(publisher: WeightSynchronizer, probe: Callable[[], Any]) -> None:
+    """The same weights 300 times: the difference stays what it is, and so does the memory."""
+    differences = []
+    resident = []
+    for version in range(3, 303):
+        publisher.publish(version)
+        if version % 50 == 2:
+            differences.append(probe().max)
+            gc.collect()
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    print(f"300 syncs: differences {differences}, resident MB {[round(r / 1e6, 1) for r in resident]}", flush=True)
+    assert len(set(differences)) == 1
+    assert resident[-1] - resident[0] < 4e6
 
 
 def main(name: str, folder: Path) -> None:
@@ -80,6 +97,10 @@ def main(name: str, folder: Path) -> None:
             result = logit_probe(engine, score, sequences, [5] * 4, dtype=torch.float32, tolerance=1e-5)
             print(f"{name} version {version}: {result}, {report.copied} of {report.tensors} copied", flush=True)
             assert not [n for n in report.unreadable if ".mlp.experts." not in n or "bias" in n], report.unreadable
+            disturb(model)
+        if name in _SOAKED:
+            probe = (engine, score, sequences, [5] * 4)
+            soak(publisher, lambda: logit_probe(*probe, dtype=torch.float32, tolerance=1e-5))
             disturb(model)
         try:
             logit_probe(engine, score, sequences, [5] * 4, dtype=torch.float32)

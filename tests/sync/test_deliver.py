@@ -140,6 +140,20 @@ def test_a_slot_is_not_written_again_before_it_was_given_back() -> None:
     assert "t2" in waited[0]
 
 
+def test_a_bucket_is_given_back_only_when_what_comes_after_it_is_asked_for() -> None:
+    delivery = SharedMemoryDelivery()
+    memory = delivery.allocate(64)
+    index = [("x", torch.uint8, (8,), 0), ("y", torch.uint8, (8,), 8)]
+    messages = [("end",), ("bucket", 0, delivery.handle(memory), index)]
+    given_back: list[int] = []
+    stream = receive_buckets(messages.pop, given_back.append, SharedMemoryOpener(), {})
+    assert next(stream)[0] == "x"
+    assert next(stream)[0] == "y"
+    assert given_back == []
+    assert next(stream, None) is None
+    assert given_back == [0]
+
+
 def _read_in_child(connection: Any) -> None:
     handle = connection.recv()
     memory = SharedMemoryOpener().open(0, handle)
