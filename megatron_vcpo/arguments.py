@@ -16,6 +16,7 @@ from typing import Any
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_vcpo.config import ConfigError, PluginConfig, RolloutConfig, SyncConfig, VCPOConfig
+from megatron_vcpo.mcore.energies.unsupported import require_supported
 from megatron_vcpo.mcore.router_replay import refuse_unreplayable
 from patches import megatron_cpu, megatron_help_percent
 
@@ -99,6 +100,8 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
     config.validate()
     rollout = config.rollout
     _require_megatron_flags(args)
+    if config.vcpo.energy == "exact":
+        require_supported(args)
     trajectories = rollout.prompts_per_step * rollout.responses_per_prompt
     if args.global_batch_size is None:
         args.global_batch_size = trajectories

@@ -188,7 +188,14 @@ def test_a_number_that_cannot_work_is_refused_with_its_flag(
 
 
 CONTRADICTIONS = {
-    "exact energies": (["--vcpo-energy", "exact"], "--vcpo-energy logit or length"),
+    "exact energies in accumulators": (
+        ["--vcpo-energy", "exact", "--vcpo-energy-method", "accumulators"],
+        "--vcpo-baseline-scope minibatch",
+    ),
+    "exact energies of layers in pieces": (
+        ["--vcpo-energy", "exact", "--recompute-granularity", "selective", "--recompute-modules", "mlp"],
+        "--recompute-granularity full",
+    ),
     "group of one": (["--rollout-responses-per-prompt", "1", "--vcpo-reward-normalization", "none"], "minibatch"),
     "deviation of one": (["--rollout-responses-per-prompt", "1", "--vcpo-baseline", "none"], "group-std"),
     "one trajectory": (

@@ -185,6 +185,7 @@ def test_an_engine_in_a_process_of_its_own_gives_the_same_samples_and_steps_to_t
             "data_parallel_with_distributed_optimizer_and_overlap",
             "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         ),
+        ("data_parallel_with_an_engine_process_for_each_rank", "--rollout-engine-placement process"),
     ],
 )
 def test_two_processes_compute_what_one_does(start, single, name, flags):
@@ -219,3 +220,20 @@ def test_half_precision_runs_with_penalties_and_minibatch_baseline(start, precis
     assert all(0.0 < record["rho"] <= 1.0 and record["grad_norm"] > 0.0 for record in metrics)
     assert metrics[0]["kl"] < 1e-3
     assert metrics[0]["mismatch_abs"] < 0.05
+
+
+def test_exact_energies_train_over_two_processes_and_change_nothing_but_the_baseline(start, single):
+    metrics, _ = train(
+        start,
+        "exact",
+        *("--train-iters", "2", "--rollout-max-lag", "3", "--vcpo-ess-reference", "auto", "--vcpo-energy", "exact"),
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        processes=2,
+    )
+    ours, with_logits = metrics[0], single[0][1]
+    for key in ("reward", "rho", "lr", "entropy", "weight"):
+        assert ours[key] == pytest.approx(with_logits[key], rel=2e-4, abs=1e-6), key
+    assert ours["baseline"] != pytest.approx(with_logits["baseline"], rel=1e-4)
+    assert ours["baseline"] == pytest.approx(with_logits["baseline"], abs=0.2)
+    assert ours["baseline_fallbacks"] == with_logits["baseline_fallbacks"]
+    assert all(record["skipped"] == 0 and record["grad_norm"] > 0.0 for record in metrics)
