@@ -18,39 +18,26 @@ import torch
 
 
 def apply() -> None:
-    """Save and load the zero moments of an optimizer that never stepped. Idempotent."""
+    """Save the zero moments and the zero step of an optimizer that never stepped. Idempotent."""
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
     for cls in (Float16OptimizerWithFloat16Params, FP32Optimizer):
         if not hasattr(cls.sharded_state_dict, "__wrapped__"):
-            cls.sharded_state_dict = _with_moments(cls.sharded_state_dict)
-            cls.load_state_dict = _with_step(cls.load_state_dict)
+            cls.sharded_state_dict = _with_zeros(cls.sharded_state_dict)
 
 
-def _with_moments(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_zeros(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Fused optimizers count steps for each group, and begin by themselves.
+        per_parameter = isinstance(self.optimizer, torch.optim.Adam)
         if not self.is_stub_optimizer and not self.optimizer.state:
             self.init_state_fn(self.optimizer, self.config)
-            _add_step(self.optimizer)
-        return original(self, *args, **kwargs)
+            for state in self.optimizer.state.values() if per_parameter else ():
+                state["step"] = torch.tensor(0.0)
+        saved = original(self, *args, **kwargs)
+        if per_parameter:
+            saved.get("optimizer", saved)["state"].setdefault("common_step", torch.tensor(0.0))
+        return saved
 
     return sharded_state_dict
-
-
-def _with_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if not self.is_stub_optimizer:
-            _add_step(self.optimizer)
-        return result
-
-    return load_state_dict
-
-
-def _add_step(optimizer: Any) -> None:
-    # Fused optimizers keep one count for each group, and make it themselves.
-    if isinstance(optimizer, torch.optim.Adam):
-        for state in optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0))

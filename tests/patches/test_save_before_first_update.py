@@ -21,7 +21,8 @@ def groups():
 def test_an_optimizer_that_never_stepped_is_saved_with_zero_moments(groups, dtype):
     tiny = build_tiny_gpt(groups, params_dtype=dtype)
     (part,) = tiny.optimizer.chained_optimizers
-    part.sharded_state_dict(tiny.model[0].sharded_state_dict())
+    saved = part.sharded_state_dict(tiny.model[0].sharded_state_dict())
+    assert saved.get("optimizer", saved)["state"]["common_step"] == 0.0
     states = part.optimizer.state.values()
     assert len(states) == len(tiny.parameters())
     assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in states)

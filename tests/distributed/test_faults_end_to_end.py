@@ -1,0 +1,92 @@
+"""Faults in whole runs of the supervised warm-up, which needs no engine: overflow, and a process that hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.char_tokenizer import write_char_tokenizer
+from megatron_vcpo.observability.metrics import read_metrics
+from megatron_vcpo.watchdog import EXIT_CODE
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
+FLAGS = [
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--ffn-hidden-size", "128"),
+    *("--seq-length", "32", "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
+    *("--untie-embeddings-and-output-weights", "--lr", "4e-3", "--lr-decay-style", "constant", "--rollout-quiet"),
+    *("--rollout-max-response-length", "8", "--rollout-prompts-per-step", "16", "--rollout-responses-per-prompt", "1"),
+]
+FP16 = ["--fp16", "--initial-loss-scale", str(2**12), "--vcpo-overflow-retries", "20"]
+
+
+def launch(folder: Path, *flags: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    if not (folder / "tokenizer").exists():
+        write_char_tokenizer(folder / "tokenizer")
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    module = ["-m", "megatron_vcpo.supervised", *FLAGS, "--rollout-tokenizer", str(folder / "tokenizer")]
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *start, *module, *flags],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def train(folder: Path, name: str, iterations: int, *flags: str) -> list[dict[str, float]]:
+    saving = ("--save", str(folder / name), "--save-interval", "2", "--train-iters", str(iterations))
+    task = ("--rollout-environment", "sort_digits", "--rollout-environment-config", '{"n_digits": 3}')
+    done = launch(folder, *task, *FP16, *saving, *flags)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return read_metrics(folder / name)
+
+
+def test_overflowed_steps_are_tried_again_and_a_resume_between_two_tries_changes_nothing(tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", 6)
+    skipped = [int(record["skipped"]) for record in whole]
+    overflows = sum(skipped)
+    assert 3 <= overflows <= 5, skipped  # the checkpoint of iteration 2 lies between a try and the next
+    assert skipped == [1] * overflows + [0] * (6 - overflows)
+    # One minibatch all along, the same loss under the same weights, and no learning rate or version moved.
+    tries = whole[: overflows + 1]
+    assert len({record["loss"] for record in tries}) == 1
+    assert [record["version"] for record in whole] == [0] * overflows + list(range(1, 7 - overflows))
+    assert [record["count/retried_steps"] for record in tries] == [*range(1, overflows + 1), overflows]
+    assert whole[-1]["count/skipped_steps"] == overflows
+    assert len({record["lr"] for record in whole}) == 1
+    assert whole[overflows + 1]["loss"] != tries[0]["loss"]
+    train(tmp_path, "halves", 2)
+    halves = train(tmp_path, "halves", 6, "--load", str(tmp_path / "halves"))
+    timeless = [
+        [{k: v for k, v in r.items() if not k.startswith("time/") and k != "train_iters" and v == v} for r in run]
+        for run in (whole, halves)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_rank_that_hangs_ends_the_run_within_the_deadline_by_name_and_phase(tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = launch(
+        tmp_path,
+        *("--rollout-environment", "tests.oracle.faulty_answers:SleepyAnswers", "--train-iters", "5"),
+        *("--vcpo-phase-deadline", "5"),
+        processes=2,
+    )
+    assert done.returncode != 0
+    assert time.monotonic() - started < 200.0
+    assert re.search(
+        r"megatron_vcpo: rank 0 waited \d+ s in phase 'reduce gradients and statistics' of iteration 3 \(at .*\) for "
+        r"rank 1 in phase 'take a minibatch' of iteration 3 at prompt \(oracle/faulty_answers.py:\d+\)",
+        done.stderr,
+    ), done.stderr[-4000:]
+    assert re.search(rf"exitcode\s*: {EXIT_CODE} ", done.stderr)
