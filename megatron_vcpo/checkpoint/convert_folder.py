@@ -130,6 +130,9 @@ class PartialFolder:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(f"Another process is writing {self.path} now; wait for it or end it.") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
+                raise
 
     def _resume(self) -> None:
         """Read the journal: the settings in its first line, then one line for each finished file."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_vcpo.checkpoint.description import ModelDescription, ModelFacts, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
-from patches import cpu_packed_attention, megatron_cpu, mla_direct_query
+from patches import megatron_cpu, mla_direct_query
 
 # Flags of a process without fused kernels, and what Megatron insists on although nothing is trained.
 _OFFLINE_FLAGS = (
@@ -149,22 +149,13 @@ def build_model(args: argparse.Namespace, *, weights: bool) -> Any:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
+    from megatron_vcpo.plugin import packed_local_spec  # the attention of training on a CPU
+
     mla_direct_query.apply()
     config = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor  # 0.19.2 forgets it and leaves 8
     config.transformer.perform_initialization = False
-    if config.transformer.multi_latent_attention:
-        config.transformer_layer_spec = _with_narrow_values
+    config.transformer_layer_spec = packed_local_spec
     builder, groups = GPTModelBuilder(config), ProcessGroupCollection.use_mpu_process_groups()
     with contextlib.nullcontext() if weights else torch.device("meta"):
         return builder.build_model(groups, pre_process=True, post_process=True).eval()
-
-
-def _with_narrow_values(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron's local layer spec with an attention that takes values narrower than keys; its own does not."""
-    from megatron.training.models.gpt import default_layer_spec
-
-    spec = default_layer_spec(config, vp_stage)
-    for layer in getattr(spec, "layer_specs", [spec]):
-        layer.submodules.self_attention.submodules.core_attention = cpu_packed_attention.PackedCoreAttention
-    return spec

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_vcpo.checkpoint.description import ModelDescription, describe_hf
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.load_hf import check_names
 from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
-from megatron_vcpo.sync.naming import ParameterSpec, export_tensors, import_shard
+from megatron_vcpo.sync.naming import ParameterSpec, export_tensors, import_shard, join_experts
 
 _TYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _RELEASE_BYTES = 16 << 20  # mapped pages of files that were read count as memory until the files are closed
@@ -31,11 +32,15 @@ class Source(ABC):
     path: Path
     description: ModelDescription
     padded_vocab_size: int
+    specs: list[ParameterSpec]
+    groups: list[tuple[ParameterSpec, ...]]
+    """Parameters that are made of the same Hugging Face tensors: one, or one for each expert."""
 
     def __init__(self) -> None:
         self.shape = self.description.shape(self.padded_vocab_size)
         self.specs = self.description.family.parameters(self.shape)
-        self._spec_of = {name: spec for spec in self.specs for name, _ in spec.hf}
+        self.groups = [tuple(group) for _, group in itertools.groupby(self.specs, key=lambda spec: spec.hf)]
+        self._group_of = {name: group for group in self.groups for name, _ in group[0].hf}
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     @abstractmethod
@@ -53,19 +58,24 @@ class Source(ABC):
     @property
     def names(self) -> list[str]:
         """Hugging Face names, in the order of the table."""
-        return list(self._spec_of)
+        return list(self._group_of)
 
     def hf_tensor(self, name: str) -> torch.Tensor:
         """One tensor by its Hugging Face name."""
-        spec = self._spec_of[name]
-        if self._last[0] != spec.name:
+        group = self._group_of[name]
+        if self._last[0] != group[0].name:
             self._last = ("", {})  # before the next one is read
-            self._last = (spec.name, dict(self.hf_tensors(spec)))
+            self._last = (group[0].name, dict(self.hf_tensors(group)))
         return self._last[1][name]
 
-    def hf_tensors(self, spec: ParameterSpec) -> Iterator[tuple[str, torch.Tensor]]:
-        """A parameter's tensors by their Hugging Face names."""
-        yield from export_tensors(spec, self.shape, self.parameter(spec).unsqueeze(0))
+    def hf_tensors(self, group: Sequence[ParameterSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The Hugging Face tensors of one of `groups`: of a parameter, or of all experts' parameters together."""
+        parts = (
+            (spec, name, tensor)
+            for spec in group
+            for name, tensor in export_tensors(spec, self.shape, self.parameter(spec).unsqueeze(0))
+        )
+        yield from join_experts(parts, self.shape)
 
 
 class HuggingFaceSource(Source):
@@ -96,8 +106,8 @@ class HuggingFaceSource(Source):
             self._unreleased = 0
         return tensor
 
-    def hf_tensors(self, spec: ParameterSpec) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, _ in spec.hf:
+    def hf_tensors(self, group: Sequence[ParameterSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, _ in group[0].hf:
             yield name, self._files.slice(name)[:]
 
     def fingerprint(self) -> dict[str, Any]:

@@ -27,12 +27,12 @@ _INDEX = "model.safetensors.index.json"
 class _Part:
     """A parameter of the output."""
 
-    spec: ParameterSpec
+    specs: tuple[ParameterSpec, ...]  # made of the same tensors
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        return hf_bytes(self.spec, self.dtype)
+        return sum(hf_bytes(spec, self.dtype) for spec in self.specs)
 
 
 def convert_to_hf(
@@ -66,9 +66,8 @@ def convert_to_hf(
     }
     folder = PartialFolder(Path(target), settings, overwrite=options.overwrite)
     try:
-        groups = split(
-            [_Part(spec, stored_dtype(source, spec, options.dtype)) for spec in source.specs], options.shard_bytes
-        )
+        parts = [_Part(group, stored_dtype(source, group[0], options.dtype)) for group in source.groups]
+        groups = split(parts, options.shard_bytes)
         plan = dict(zip(_names(len(groups)), groups))
         folder.missing_bytes({name: sum(part.nbytes for part in group) for name, group in plan.items()})
         for name, group in plan.items():
@@ -103,7 +102,7 @@ def _write(
     tensors: dict[str, torch.Tensor] = {}
     with folder.file(name) as file:
         for part in group:
-            for key, tensor in source.hf_tensors(part.spec):
+            for key, tensor in source.hf_tensors(part.specs):
                 tensors[key] = _own(convert(tensor, part.dtype, key, source.path))
             progress(part.nbytes)
         save_file(tensors, file.path, metadata={"format": "pt"})
@@ -116,7 +115,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _index(plan: dict[str, list[_Part]]) -> str:
-    places = {key: name for name, group in plan.items() for part in group for key, _ in part.spec.hf}
+    places = {key: name for name, group in plan.items() for part in group for key, _ in part.specs[0].hf}
     total = sum(part.nbytes for group in plan.values() for part in group)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 

@@ -99,7 +99,8 @@ def _unit(source: HuggingFaceSource, entries: Entries, spec: ParameterSpec, dtyp
 
 def hf_bytes(spec: ParameterSpec, dtype: torch.dtype) -> int:
     """Bytes of a parameter's Hugging Face tensors in a type."""
-    return sum(torch.Size(size).numel() for _, size in spec.hf) * dtype.itemsize
+    numel = sum(torch.Size(size).numel() for _, size in spec.hf)
+    return (numel // spec.hf[0][1][0] if spec.is_joined else numel) * dtype.itemsize
 
 
 def stored_dtype(source: Any, spec: ParameterSpec, dtype: torch.dtype | None) -> torch.dtype:
