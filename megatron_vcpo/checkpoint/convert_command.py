@@ -109,17 +109,20 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
 
 
 def verify(source: Source, made: Source, result: Result, how: str, options: Options, quiet: bool) -> None:
-    """Compare what was written with what it was made from; CheckpointError where they differ."""
+    """Compare what was written with what it was made from; CheckpointError where they differ.
+
+    Says what it found on stderr: stdout is for the flags alone, which a script may take.
+    """
     with _bar(_total(source, None), "verifying", quiet) as bar:
         ledger = compare(source, made, bar.update)
     for line in ledger.lines():
-        print(line)
+        print(line, file=sys.stderr)
     problem = None if ledger.same else "tensors differ"
     if any(made.dtype(spec) != stored_dtype(source, spec, options.dtype) for spec in source.specs):
         problem = "tensors are of another type"
     if how == "full" and problem is None:
         gap = compare_logits(source, made, dtype=options.dtype)
-        print(gap.line())
+        print(gap.line(), file=sys.stderr)
         problem = None if gap.same else "the logits differ"
     if problem is not None:
         result.folder.close()

@@ -78,13 +78,16 @@ class PartialFolder:
         part = PartFile(final.with_name(final.name + ".tmp"))
         try:
             yield part
+            # safetensors makes files that only their owner can read
+            part.path.chmod(os.fstat(self._journal.fileno()).st_mode & 0o777)
             _sync(part.path)
             part.path.rename(final)
             _sync(final.parent)
             self._note({"file": name, "bytes": final.stat().st_size, "record": part.record})
         except Exception as error:
+            full = self._disk_is_full(error)  # before the half file makes room
             part.path.unlink(missing_ok=True)
-            if not self._disk_is_full(error):
+            if not full:
                 raise
             raise CheckpointError(
                 f"The disk of {self.path} is full; free some space and give the same command again: it goes on after "

@@ -39,19 +39,22 @@ def test_there_and_back_with_verification(tmp_path: Path, capsys: pytest.Capture
     there = [str(tmp_path / "hf"), made, "--verify", "--target-tensor-parallel-size", "2"]
     assert convert_hf_to_megatron.main(there) == 0
     output = capsys.readouterr()
-    assert "24 tensors equal bit for bit, 0 equal after rounding" in output.out
-    assert "logits: largest difference" in output.out
+    assert "24 tensors equal bit for bit, 0 equal after rounding" in output.err
+    assert "logits: largest difference" in output.err
     assert "--padded-vocab-size 256" in output.out
     assert "converting: 100%" in output.err  # the bar's sum is right
     assert "verifying: 100%" in output.err
-    assert (tmp_path / "megatron" / "megatron_flags.sh").read_text() in output.out
+    assert (tmp_path / "megatron" / "megatron_flags.sh").read_text() == output.out
 
     tokenizer = ["--tokenizer", str(tmp_path / "tokenizer"), "--quiet"]
     assert convert_megatron_to_hf.main([made, back, "--verify", "ledger", *tokenizer, "--shard-size", "20KB"]) == 0
     output = capsys.readouterr()
-    assert "logits" not in output.out
+    assert "tensors equal" in output.err
+    assert "logits" not in output.err
     assert "%|" not in output.err
     assert (tmp_path / "back" / "tokenizer.json").is_file()
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "back").iterdir()}
+    assert modes == {(tmp_path / "hf" / "config.json").stat().st_mode & 0o777}
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
     assert verify_checkpoint.main([str(tmp_path / "hf"), back, "--quiet"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "the same model"
@@ -156,5 +159,10 @@ def test_run_by_its_path_a_tool_says_only_its_own_words(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "convert_hf_to_megatron.py"), "hf", "out", "--verify", "--quiet"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == [f"# written to {tmp_path / 'out'}"]
+    said = done.stderr.splitlines()
+    assert len(said) == 3
+    assert said[0].startswith("20 tensors equal bit for bit")
+    assert said[1].startswith("logits: ")
+    assert said[2] == f"# written to {tmp_path / 'out'}"
+    assert done.stdout.startswith("MODEL_ARGS=(\n")
     assert f"--load {tmp_path / 'out'}" in done.stdout
