@@ -326,8 +326,8 @@ class PolicyStep:
         )
         if self.replay is not None:
             self.replay.attach(packed, micro, model)
-        measuring = self.energies is not None and self.energies.measuring
-        with self.energies.forward(micro, packed) if measuring else nullcontext():
+        measured = self.energies if self.energies is not None and self.energies.measuring else None
+        with measured.forward(micro, packed) if measured is not None else nullcontext():
             output = model(
                 micro.tokens,
                 micro.position_ids,
