@@ -214,6 +214,8 @@ class Watchdog:
             return
         if self.rank != min(s.rank for s in table if s is not None and s.alive):
             self._stop.wait(grace)  # one rank tells; the others do where it could not
+            if self._stop.is_set():
+                return
         self._end(
             f"{said}. All processes end. If that phase is only slow, raise --vcpo-phase-deadline ({self.deadline:g} s) "
             "and --distributed-timeout-minutes; if not, read the output of the ranks named."

@@ -56,6 +56,16 @@ def test_every_flag_explains_itself_and_states_its_default() -> None:
             assert str(action.default) in text, action.dest
 
 
+def test_processes_wait_for_one_another_less_long_than_megatrons_collectives(command_line: CommandLine) -> None:
+    assert command_line.parse("--distributed-timeout-minutes", "20")[1].vcpo.phase_deadline == 1080.0
+    assert command_line.parse("--vcpo-phase-deadline", "7")[1].vcpo.phase_deadline == 7.0
+
+
+def test_an_overflow_lowers_the_loss_scale_at_once_so_that_a_retry_can_succeed(command_line: CommandLine) -> None:
+    assert command_line.parse()[0].hysteresis == 1
+    assert command_line.parse()[1].vcpo.overflow_retries == 1
+
+
 def test_defaults_alone_make_a_configuration_that_is_accepted() -> None:
     PluginConfig().validate()
 
