@@ -22,7 +22,12 @@ def test_one_flipped_bit_an_exchange_or_another_shape_changes_it() -> None:
     exchanged = values.clone()
     exchanged[[0, 1]] = values[[1, 0]]
     far = values.flatten().clone()
-    far[[5, 5 + (1 << 18)]] = far[[5 + (1 << 18), 5]]  # the same place in two chunks
+    signs = torch.randn(1000)
+    signs[:2] = torch.tensor([3.0, -3.0])
+    swapped = signs.clone()
+    swapped[[0, 1]] = signs[[1, 0]]
+    assert digest(signs) != digest(swapped)
+    far[[5, 5 + (1 << 17)]] = far[[5 + (1 << 17), 5]]  # the same place in two chunks
     assert len({original, digest(bits), digest(exchanged), digest(far.view(700, 1000)), digest(values.T)}) == 5
     assert digest(values.view(1000, 700)) != original
 
