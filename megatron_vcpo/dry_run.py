@@ -297,11 +297,12 @@ def _memory(args: argparse.Namespace, config: PluginConfig) -> str:
     engine = config.rollout.engine_tensor_parallel_size
     longest = int(config.rollout.max_prompt_length or 0) + config.rollout.max_response_length
     cached = cache_tokens(args, config)
+    width = 1 if config.rollout.engine_quantization else _engine_bytes(args, config)
     rows = [
         ("trainer: weights, gradients, optimizer", _state_bytes(args)),
         ("trainer: activations of the layers", _activation_bytes(args, config)),
         ("trainer: logits", _logit_bytes(args, config)),
-        ("engine: weights", count_parameters(args).total * _engine_bytes(args, config) / engine),
+        ("engine: weights", count_parameters(args).total * width / engine),
         ("engine: key-value cache", float(config.rollout.engine_kv_cache_bytes)),
         ("weight sync: two buckets", 2.0 * config.sync.bucket_bytes),
     ]

@@ -12,6 +12,7 @@ from megatron_vcpo.checkpoint.describe_hf import check_engine_reads
 from megatron_vcpo.checkpoint.description import ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
+from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
 from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.dry_run import cache_tokens
@@ -63,12 +64,23 @@ def check_model(args: argparse.Namespace, config: PluginConfig, vocab_size: int)
             f"the longest sequence, --rollout-max-prompt-length + --rollout-max-response-length = {longest}; raise it."
         )
     facts, folder = ModelFacts.from_args(args, vocab_size), config.vcpo.load_hf
+    if (quantized := config.rollout.engine_quantization) is not None:
+        try:
+            QuantizationRecipe(quantized)
+            check_config_matches(quantized, transformer, facts)
+        except CheckpointError as error:
+            raise ConfigError(f"--rollout-engine-quantization: {error}") from error
     try:
         if folder is None:
             describe_megatron(transformer, facts)
             return
         check_config_matches(folder, transformer, facts)
         check_engine_reads(folder)
+        if is_quantized(folder):
+            raise ConfigError(
+                f"--vcpo-load-hf {folder} is quantized, and nothing is trained from rounded weights: give the original "
+                "there, and this folder as --rollout-engine-quantization."
+            )
         if args.load is None and not config.vcpo.dry_run:
             SafetensorsFolder(folder)
     except CheckpointError as error:

@@ -15,6 +15,7 @@ from megatron_vcpo import phases
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.checkpoint.description import ModelFacts
 from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
+from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep
@@ -28,6 +29,7 @@ from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
 from megatron_vcpo.rollout.engine import RolloutEngine
 from megatron_vcpo.rollout.engine_process import ProcessEngine
 from megatron_vcpo.rollout.evaluate import evaluate
+from megatron_vcpo.rollout.quantized_engine import QuantizedEngine
 from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import PromptSampler
 from megatron_vcpo.rollout.saved_batch import Origin, batch_path, save_batch
@@ -40,6 +42,7 @@ from megatron_vcpo.sync.verify import compare_logprobs
 from patches import megatron_cpu, torch_cuda_alias
 
 _VERIFIED_TRAJECTORIES = 32  # compared with the trainer after a publication
+_QUANTIZED_TOLERANCE = 0.3  # nats a token, mean: 8 bits cost up to 0.1 with small models
 _EVAL_SEED = 0x5EED
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -112,8 +115,9 @@ class RolloutFlow(BaseFlow):
 
     def _build_engine(self, model: list[Any]) -> RolloutEngine:
         rollout = self.config.rollout
-        folder = self.config.vcpo.load_hf
-        if folder is None:
+        quantized, folder = rollout.engine_quantization, self.config.vcpo.load_hf
+        own_tokenizer = quantized is None and folder is None  # copied to the folder that is written
+        if own_tokenizer:
             target = self.run_dir / "engine_model"
             failure: Exception | None = None
             if self.args.rank == 0:
@@ -127,8 +131,8 @@ class RolloutFlow(BaseFlow):
             raise_together(failure)
             folder = str(target)
         settings = VLLMSettings(
-            model_dir=folder,
-            tokenizer_dir=rollout.tokenizer if self.config.vcpo.load_hf else None,  # else it was copied to the folder
+            model_dir=str(quantized or folder),
+            tokenizer_dir=None if own_tokenizer else rollout.tokenizer,
             dtype=self._dtype_name,  # type: ignore[arg-type]
             max_model_len=int(rollout.max_prompt_length or 0) + rollout.max_response_length,
             kv_cache_bytes=rollout.engine_kv_cache_bytes,
@@ -143,6 +147,8 @@ class RolloutFlow(BaseFlow):
         engine = VLLMEngine(settings)
         if megatron_cpu.active():
             torch_cuda_alias.hide_cuda()
+        if quantized is not None:
+            return QuantizedEngine(engine, QuantizationRecipe(quantized))
         return engine
 
     def _build_synchronizer(self, model: list[Any]) -> WeightSynchronizer:
@@ -301,7 +307,7 @@ class RolloutFlow(BaseFlow):
                     [ours[i] for i in sorted(ours)],
                     [probe[i].behavior_logprobs for i in sorted(ours)],
                     dtype=_DTYPES[self._dtype_name],
-                    tolerance=self.config.sync.verify_tolerance,
+                    tolerance=self._verify_tolerance,
                     version=self.version,
                 )
             except SyncError as error:
@@ -312,6 +318,12 @@ class RolloutFlow(BaseFlow):
                 ours, probe, step=step, model=model, forward_backward=forward_backward, device=self.device
             )
         self._probe_due = False
+
+    @property
+    def _verify_tolerance(self) -> float | None:
+        """Of the check of log-probs, in nats; None: what the engine's type explains."""
+        given = self.config.sync.verify_tolerance
+        return _QUANTIZED_TOLERANCE if given is None and self.config.rollout.engine_quantization else given
 
     # ------------------------------------------------------------------ state
 

@@ -286,6 +286,18 @@ def test_the_cache_holds_what_the_bytes_of_keys_and_values_say() -> None:
     assert dry_run.cache_tokens(arguments(**LLAMA3_8B), config) == GIB // (2 * 32 * 4 * 128 * 2)
 
 
+def test_a_quantized_engine_holds_a_byte_for_each_weight() -> None:
+    def weights(quantization: str | None) -> float:
+        config = plugin()
+        config.rollout.engine_quantization, config.rollout.engine_dtype = quantization, "bfloat16"
+        row = re.search(r"engine: weights +([\d.]+)", dry_run._memory(arguments(**LLAMA3_8B), config))
+        assert row
+        return float(row[1])
+
+    assert weights(None) == pytest.approx(2 * 8_030_261_248 / GIB, abs=0.01)
+    assert weights("fp8") == pytest.approx(8_030_261_248 / GIB, abs=0.01)
+
+
 # ---------------------------------------------------------------------- the report
 
 

@@ -48,7 +48,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Staleness": ("rollout_max_lag", "rollout_steps_per_phase", "sync_interval"),
     "Engine": (
         *("rollout_engine_dtype", "rollout_engine_tensor_parallel_size", "rollout_engine_kv_cache_bytes"),
-        *("rollout_engine_max_sequences", "rollout_engine_placement"),
+        *("rollout_engine_max_sequences", "rollout_engine_placement", "rollout_engine_quantization"),
     ),
     "Weight sync": ("sync_verify", "sync_verify_tolerance", "sync_bucket_bytes", "sync_timeout"),
     "Mixture of experts": ("rollout_router_replay", "vcpo_freeze_router", "vcpo_freeze_expert_bias"),

