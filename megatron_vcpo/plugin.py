@@ -31,7 +31,13 @@ from megatron_vcpo.optim import EssParamScheduler, EssSettings
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
 from megatron_vcpo.watchdog import Watchdog
-from patches import cpu_packed_attention, interleaved_dataloader_state, mla_direct_query, save_before_first_update
+from patches import (
+    cpu_packed_attention,
+    interleaved_dataloader_state,
+    mla_direct_query,
+    mla_local_key_gradient,
+    save_before_first_update,
+)
 
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
 
@@ -259,6 +265,7 @@ def packed_local_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's default local layer spec with a core attention that takes packed sequences."""
     from megatron.training.models.gpt import default_layer_spec
 
+    mla_local_key_gradient.apply()
     spec = default_layer_spec(config, vp_stage)
     for layer in getattr(spec, "layer_specs", [spec]):
         layer.submodules.self_attention.submodules.core_attention = cpu_packed_attention.PackedCoreAttention

@@ -161,6 +161,25 @@ def check_round_trip(case: Case, root: Path) -> None:
         assert torch.equal(tensor, saved[name] if name.endswith(_FP32) else saved[name].bfloat16()), name
 
 
+def check_key_gradients(case: Case, root: Path) -> None:
+    """The projection down to the latents of keys gets the gradient that transformers computes, over all heads."""
+    folder = root / f"{case.folder}-untied"
+    chunks, shape, groups = build(case)
+    load_hf_checkpoint(chunks, family_by_name(case.family), shape, folder, groups)
+    probe = load_file(folder / "probe.safetensors")
+    batch, length = probe["tokens"].shape
+    causal = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    out = chunks[0](probe["tokens"], torch.arange(length).expand(batch, length), causal)
+    mine = max(0, min(VOCAB - groups.tp.rank() * out.size(-1), out.size(-1)))  # the rest pads the vocabulary
+    (out[..., :mine].square().sum() / (batch * length * VOCAB)).backward()
+    for index, layer in enumerate(chunks[0].decoder.layers):
+        shard = layer.self_attention.linear_kv_down_proj.weight.grad
+        parts = [torch.empty_like(shard) for _ in range(case.tp)]
+        dist.all_gather(parts, shard.contiguous(), group=groups.tp)
+        expected = probe[f"model.layers.{index}.self_attn.kv_a_proj_with_mqa.weight"]
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-7)
+
+
 def check_staging(case: Case) -> None:
     """A stream over ranks holds a few of its largest buckets, never the model."""
     sizes: dict[str, Any] = {"num_layers": 8, "ffn_hidden_size": 256}
@@ -236,6 +255,8 @@ def main() -> None:
         check_round_trip(case, root)
         if dist.get_rank() == 0:
             print("ok", case, flush=True)
+    for family in ("deepseek_v2", "deepseek_v3"):
+        check_key_gradients(Case(folder=family, tp=2), root)
     for case in (CASES[1], CASES[4], CASES[8]):
         check_staging(case)
     check_failure_on_one_rank(CASES[1], root)

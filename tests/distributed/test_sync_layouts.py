@@ -22,9 +22,11 @@ def write_checkpoint(root: Path, folder: str, *, tied: bool, **changes: int) -> 
     target = root / f"{folder}-{'tied' if tied else 'untied'}"
     model = save_hf_model(target, folder.split("-")[0], tied=tied, **changes)
     tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        logits = model(tokens).logits
-    save_file({"tokens": tokens, "logits": logits.contiguous()}, target / "probe.safetensors")
+    logits = model(tokens).logits
+    logits.square().mean().backward()
+    probe = {"tokens": tokens, "logits": logits.detach().contiguous()}
+    probe |= {name: p.grad for name, p in model.named_parameters() if name.endswith("kv_a_proj_with_mqa.weight")}
+    save_file(probe, target / "probe.safetensors")
 
 
 @pytest.mark.distributed

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from patches import megatron_cpu, mla_direct_query
+from patches import megatron_cpu, mla_direct_query, mla_local_key_gradient
 from patches.cpu_packed_attention import PackedCoreAttention
 
 HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN, MOE_FFN, EXPERTS = 32, 2, 4, 2, 8, 48, 24, 4
@@ -257,6 +257,7 @@ def gpt_models(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
     mla_direct_query.apply()
+    mla_local_key_gradient.apply()
     stages = config.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(stages) if stages else (None,):
