@@ -14,7 +14,8 @@ _FAMILY_FLAGS = {
     "qwen3_moe": ["--qk-layernorm"],
     "gpt_oss": [
         *("--softmax-type", "learnable", "--quick-geglu", "--glu-linear-offset", "1.0"),
-        *("--position-embedding-type", "yarn"),
+        # Transformer Engine's grouped experts take biases only without that fusion
+        *("--position-embedding-type", "yarn", "--no-bias-dropout-fusion"),
     ],
     "deepseek_v2": ["--qk-layernorm", "--moe-router-dtype", "fp32"],
     "deepseek_v3": [

@@ -292,6 +292,17 @@ def test_older_spellings_of_rope_and_defaults_are_understood(tmp_path: Path) -> 
     check_config_matches(tmp_path, transformer_config("llama"), facts())
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_the_older_spelling_of_yarn_is_understood(name: str, tmp_path: Path) -> None:
+    save_hf_model(tmp_path, name, tied=False)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    newer, rope = describe_hf(tmp_path), fields.pop("rope_parameters")
+    old = {"type" if name == "deepseek_v3" else "rope_type": rope.pop("rope_type")}
+    path.write_text(json.dumps(fields | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | old}))
+    assert describe_hf(tmp_path) == newer
+
+
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_the_flags_for_a_checkpoint_make_megatron_build_that_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
