@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from megatron_vcpo.mcore.reductions import group_size
 from megatron_vcpo.mcore.route_books import recorded_routes
 from megatron_vcpo.rollout.exchange import exchange_trajectories
 from megatron_vcpo.rollout.trajectory import Float32Array, Trajectory
+
+_MAX_LOG_RATIO = 20.0  # exp of it is far beyond any ratio that means something, and finite
 
 
 def with_trainer_routes(
@@ -47,37 +49,51 @@ def with_trainer_routes(
 
 
 def mismatch_with_and_without(
-    replayed: Mapping[int, Float32Array],
-    probe: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     *,
     step: PolicyStep,
     model: list[Any],
     forward_backward: ForwardBackward,
     device: torch.device,
 ) -> dict[str, float]:
-    """Mean |trainer - engine| log-prob, in nats a token, with and without replay; equal on every rank.
+    """Mismatch of trainer and engine with replay and with every router for itself; equal on every rank.
+
+    Two forward-only passes, collective over all ranks.
 
     Args:
-        replayed: the trainer's log-probs of `probe` under replay, as `PolicyStep.logprobs_of` returned them.
-        probe: trajectories that the engine made with the trainer's present weights.
-        step: scores them once more, every router for itself.
+        trajectories: the engine made them with the trainer's present weights.
+        step: scores them.
         model: Megatron's list of model chunks.
         forward_backward: Megatron's schedule.
         device: for the one reduction.
+
+    Returns:
+        mismatch_abs_replay, mismatch_abs_no_replay: mean distance of log-probs, nats a token;
+        mismatch_kl_replay, mismatch_kl_no_replay: KL by the estimator k3, nats a token.
     """
+    if not trajectories:
+        return {}
     assert step.replay is not None
+    replayed = step.logprobs_of(trajectories, model=model, forward_backward=forward_backward)
     with step.replay.suspended():
-        alone = step.logprobs_of(probe, model=model, forward_backward=forward_backward)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+        alone = step.logprobs_of(trajectories, model=model, forward_backward=forward_backward)
+    sums = torch.zeros(2, 3, dtype=torch.float64, device=device)  # with, without: distance, k3, tokens
     for place, values in enumerate((replayed, alone)):
         for index, logprobs in values.items():
-            difference = np.abs(logprobs.astype(np.float64) - probe[index].behavior_logprobs)
-            sums[place] += float(difference.sum())
-            sums[2] += 0.5 * difference.size
+            sums[place] += _mismatch(logprobs, trajectories[index]).to(device)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(sums)
-    with_replay, without, tokens = sums.tolist()
+        dist.all_reduce(sums)  # a tensor-parallel rank repeats another's trajectories: no mean changes
+    means = (sums[:, :2] / sums[:, 2:].clamp(min=1.0)).tolist()
     return {
-        "mismatch_with_replay": with_replay / max(tokens, 1.0),
-        "mismatch_without_replay": without / max(tokens, 1.0),
+        f"mismatch_{kind}_{name}": means[place][column]
+        for place, name in enumerate(("replay", "no_replay"))
+        for column, kind in enumerate(("abs", "kl"))
     }
+
+
+def _mismatch(policy: Float32Array, trajectory: Trajectory) -> torch.Tensor:
+    """Sums over a trajectory's sampled tokens: [distance, k3, tokens]."""
+    mask = trajectory.response_mask
+    d = policy[mask].astype(np.float64) - trajectory.behavior_logprobs[mask]
+    k3 = np.expm1(np.minimum(d, _MAX_LOG_RATIO)) - d
+    return torch.tensor([np.abs(d).sum(), k3.sum(), float(d.size)], dtype=torch.float64)

@@ -315,7 +315,7 @@ class RolloutFlow(BaseFlow):
         raise_together(failure)
         if self.config.rollout.router_replay == "rollout":
             self._extra |= mismatch_with_and_without(
-                ours, probe, step=step, model=model, forward_backward=forward_backward, device=self.device
+                minibatches[0], step=step, model=model, forward_backward=forward_backward, device=self.device
             )
         self._probe_due = False
 
