@@ -12,8 +12,7 @@ from patches.cpu_packed_attention import PackedCoreAttention
 
 HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN, MOE_FFN, EXPERTS = 32, 2, 4, 2, 8, 48, 24, 4
 VOCAB = 101  # odd: Megatron pads it
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
-ALL_FAMILIES = (*FAMILY_NAMES, "gpt_oss")
+ALL_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 # Of each kind of DeepSeek: V2 projects queries directly and has no YaRN, as V2-Lite; V3 as published, but small.
 LATENT = {"kv_lora_rank": 12, "v_head_dim": 6}  # both sides call these by one name
 NOPE, ROPE, Q_LORA, V3_EXPERTS = 8, 4, 16, 8
