@@ -5,6 +5,7 @@ The tests share one child and run in this order; the last ones end it.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -101,6 +102,17 @@ def test_digests_of_a_verified_update_are_those_of_what_was_sent(engine, weights
     assert report.received == {name: digest(tensor) for name, tensor in weights.tensors[0].items()}
 
 
+def test_three_hundred_updates_leave_the_memory_of_both_processes_where_it_was(engine, weights) -> None:
+    resident = []
+    for version in range(10, 310):
+        engine.update_weights(weights.stream(version % 2), version)
+        if version % 100 == 9:  # not the first ones, which are recorded and proven
+            gc.collect()
+            resident.append([_resident_bytes(os.getpid()), _resident_bytes(engine._process.pid)])
+    assert max(last - first for first, last in zip(resident[0], resident[-1], strict=True)) < 4e6, resident
+    assert difference(engine, weights.models[1]) < 1e-4
+
+
 @pytest.mark.parametrize("number", [0, 7, 20])
 def test_a_trainer_that_fails_gets_its_own_error_back_and_the_next_update_heals(number, engine, weights) -> None:
     def breaks() -> None:
@@ -170,6 +182,11 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_no_process(tmp_path) ->
         )
     children = [int(p) for p in os.listdir("/proc") if p.isdigit() and _parent(p) == os.getpid()]
     assert not [c for c in children if "engine_process" in _command(c)]
+
+
+def _resident_bytes(process: int) -> int:
+    with open(f"/proc/{process}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _parent(process: str) -> int:
