@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,25 +24,15 @@ from megatron_vcpo.mcore.energies.ways import TwoPass, applied_factors
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.minibatch import Minibatch, PackingSettings, build_minibatch, needs_scoring_pass
 from megatron_vcpo.mcore.packing import MicroBatch
-from megatron_vcpo.mcore.reductions import (
-    agree,
-    from_first_rank,
-    from_last_stage,
-    gather_rows,
-    is_last_stage,
-    names_of_last_stage,
-    sum_over,
-)
+from megatron_vcpo.mcore.reductions import agree, from_last_stage, is_last_stage, sum_over
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.mcore.route_books import route_metrics
 from megatron_vcpo.mcore.router_replay import RouterReplay
 from megatron_vcpo.mcore.router_state import ExpertBiases
+from megatron_vcpo.mcore.step_statistics import Reduced, StepStatistics
 from megatron_vcpo.objective import (
     LossInputs,
     LossOutputs,
-    combine_ess_statistics,
-    ess_log_weights,
-    ess_statistics,
     load_loss,
     segment_ids,
     segment_sum,
@@ -68,19 +58,6 @@ class StepSettings:
     packing: PackingSettings
     sequence_length: int  # passed to Megatron's schedule where lengths vary: there it is only a label
     fp16: bool = False  # Megatron's scaler then judges non-finite gradients
-
-
-@dataclass(slots=True)
-class _Accumulated:
-    """What the last pipeline stage gathers over the micro-batches of one step."""
-
-    log_weights: list[Tensor] = field(default_factory=list)  # [n] fp64 each
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> [2] (sum, count)
-
-    def add_metrics(self, metrics: dict[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            value = value.detach().double()
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
 
 class PolicyStep:
@@ -113,9 +90,8 @@ class PolicyStep:
         self.energies: TwoPass | None = None  # with --vcpo-energy exact
         self.minibatch: Minibatch | None = None
         self.skip_reason = ""
-        self._accumulated = _Accumulated()
+        self._statistics = StepStatistics(config, groups, device)
         self._result: dict[str, float] = {}
-        self._metric_names: list[str] | None = None
         self._lag = 0.0
         self._scored_fallbacks = 0.0
         self._expert_biases: ExpertBiases | None = None
@@ -159,7 +135,7 @@ class PolicyStep:
             self.energies.begin(self, model, forward_backward)
         elif needs_scoring_pass(self.config, self.minibatch.plan):
             self._score_baselines(model, forward_backward)
-        self._accumulated = _Accumulated()  # scoring and evaluation run the same hooks
+        self._statistics.reset()  # scoring and evaluation run the same hooks
         self._result = {}
 
     @property
@@ -301,9 +277,12 @@ class PolicyStep:
             token_energies=stats["energy"],
             config=self.config,
         )
-        ids = segment_ids(ends, micro.response_mask.numel())
-        lengths = segment_sum(micro.response_mask.double(), ids, micro.num_trajectories)
-        return torch.stack([self._log_weights(micro, stats["logprobs"]), energies, lengths])
+        return torch.stack([self._log_weights(micro, stats["logprobs"]), energies, self._lengths(micro)])
+
+    def _lengths(self, micro: MicroBatch) -> Tensor:
+        """Sampled tokens of a micro-batch's trajectories: [n] fp64."""
+        ids = segment_ids(micro.trajectory_ends, micro.num_rows)
+        return segment_sum(micro.response_mask.double(), ids, micro.num_trajectories)
 
     def _log_weights(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
         return sequence_log_weights(
@@ -380,14 +359,13 @@ class PolicyStep:
             )
         )
         self._check_loss(outputs)
-        self._accumulated.add_metrics(outputs.metrics)
-        if micro.num_trajectories:
-            self._accumulated.log_weights.append(self._log_weights(micro, output["logprobs"]))
+        log_weights, lengths = self._log_weights(micro, output["logprobs"]), self._lengths(micro)
+        self._statistics.add(outputs.metrics, log_weights, batch.rewards[index], lengths)
         return outputs
 
     def forget_metrics(self) -> None:
         """Drop what passes beside the step's own have added to its metrics."""
-        self._accumulated = _Accumulated()
+        self._statistics.reset()
 
     def _check_loss(self, outputs: LossOutputs) -> None:
         # A detached loss would train nothing, and nobody would notice.
@@ -408,10 +386,9 @@ class PolicyStep:
     def finalize(self, model: list[Any]) -> None:
         """Reduce the step's statistics, set its learning rate and decide whether it may be taken; on all ranks."""
         batch = self._current()
-        statistics, metrics = self._reduce()
-        rho = float(combine_ess_statistics(statistics))
-        usable = int(statistics[:, 3].sum().item())
-        multiplier = self.scheduler.apply(rho, self._lag)
+        reduced = self._statistics.reduce()
+        usable, metrics = reduced.usable, reduced.metrics
+        multiplier = self.scheduler.apply(reduced.rho, self._lag)
         if usable == 0:
             self.skip_reason = "no trajectory has a finite importance weight"
         elif batch.num_response_tokens == 0:
@@ -419,8 +396,7 @@ class PolicyStep:
                 "no trajectory has a sampled token"  # moments and weight decay would move it all the same
             )
         elif usable < batch.num_trajectories:
-            # The loss was divided by all trajectories; those left out leave the denominator too.
-            factor = torch.tensor(batch.num_trajectories / usable, device=self.device)
+            factor = torch.tensor(self._denominator_correction(reduced), device=self.device)
             for chunk in model:
                 chunk.scale_gradients(factor)
         broken = not self.settings.fp16 and not _gradients_finite(model)
@@ -430,7 +406,7 @@ class PolicyStep:
             self.replay.finish_pass(training=True)
             metrics |= route_metrics(self.replay, batch.trajectories, self.device)
         self._result = {
-            "rho": rho,
+            "rho": reduced.rho,
             "rho_reference": self.scheduler.reference,
             "lr_multiplier": multiplier,
             "lr": max((float(group["lr"]) for group in self.scheduler.optimizer.param_groups), default=math.nan),
@@ -439,43 +415,12 @@ class PolicyStep:
             "baseline_fallbacks": max(metrics.get("baseline_fallbacks", 0.0), self._scored_fallbacks),
         }
 
-    def _reduce(self) -> tuple[Tensor, dict[str, float]]:
-        """ESS statistics [dp, 4] and mean metrics, equal on every rank: one gather and one broadcast."""
-        names, row = self._local_row()
-        if is_last_stage(self.groups.pp):
-            rows = gather_rows(row, self.groups.dp)
-        else:
-            rows = torch.empty(max(1, self.settings.packing.dp_size), len(row), dtype=torch.float64, device=self.device)
-        from_last_stage(rows, self.groups.pp)
-        # Replicated arithmetic may differ in the last bit between tensor-parallel ranks (atomic adds on a GPU).
-        from_first_rank(rows, self.groups.tp)
-        from_first_rank(rows, self.groups.cp)
-        sums = rows[:, 4:].sum(0).tolist()
-        metrics = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1] > 0.0}
-        return rows[:, :4], metrics
-
-    def _local_row(self) -> tuple[list[str], Tensor]:
-        names = self._shared_names()
-        row = torch.zeros(4 + 2 * len(names), dtype=torch.float64, device=self.device)
-        row[0] = -math.inf
-        if self._accumulated.log_weights:
-            row[:4] = ess_statistics(ess_log_weights(torch.cat(self._accumulated.log_weights), self.config))
-        for i, name in enumerate(names):
-            if name in self._accumulated.metrics:
-                row[4 + 2 * i : 6 + 2 * i] = self._accumulated.metrics[name]
-        return names, row
-
-    def _shared_names(self) -> list[str]:
-        """Names of the loss's metrics; stages before the last learn them once, in the first step."""
-        names = sorted(self._accumulated.metrics)
-        if self._metric_names is None:
-            self._metric_names = names_of_last_stage(names, self.groups.pp)
-        elif is_last_stage(self.groups.pp) and names != self._metric_names:
-            raise RuntimeError(
-                f"The loss {self.config.loss} returned other metrics than in the first step "
-                f"({sorted(set(names) ^ set(self._metric_names))}); it must return the same keys in every micro-batch."
-            )
-        return self._metric_names
+    def _denominator_correction(self, reduced: Reduced) -> float:
+        """The loss was divided by all trajectories, or all tokens; those left out leave the denominator too."""
+        batch = self._current()
+        if self.config.aggregation == "token-mean":
+            return batch.num_response_tokens / max(1, reduced.usable_tokens)
+        return batch.num_trajectories / reduced.usable
 
     def guard(self, optimizer_step: Callable[[], tuple[bool, Any, Any]]) -> tuple[bool, Any, Any]:
         """Stand in for optimizer.step(): take the step unless finalize() found a reason not to."""

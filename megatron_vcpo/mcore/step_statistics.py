@@ -1,0 +1,111 @@
+"""What the micro-batches of one step say about the whole minibatch, reduced once, equal on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.reductions import (
+    from_first_rank,
+    from_last_stage,
+    gather_rows,
+    group_size,
+    is_last_stage,
+    names_of_last_stage,
+)
+from megatron_vcpo.objective import combine_ess_statistics, ess_log_weights, ess_statistics
+
+_LEADING = 5  # columns of a rank's row before its metrics: four of the effective sample size, and usable tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """The minibatch in numbers, over all ranks."""
+
+    rho: float
+    usable: int  # trajectories with a finite importance weight and reward
+    usable_tokens: int  # sampled tokens of those
+    metrics: dict[str, float]  # means of what the loss returned
+
+
+class StepStatistics:
+    """Gathers on the last pipeline stage; `reduce` makes the result known everywhere."""
+
+    def __init__(self, config: VCPOConfig, groups: Any, device: torch.device) -> None:
+        """Args: the objective; process groups tp, pp, cp and dp; device of the collectives' tensors."""
+        self._config = config
+        self._groups = groups
+        self._device = device
+        self._names: list[str] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the micro-batches so far."""
+        self._log_weights: list[Tensor] = []  # [n] fp64 each
+        self._tokens: list[Tensor] = []  # [n] fp64 each
+        self._metrics: dict[str, Tensor] = {}  # name -> [2] fp64 (sum, count)
+
+    def add(self, metrics: dict[str, Tensor], log_weights: Tensor, rewards: Tensor, tokens: Tensor) -> None:
+        """Take one micro-batch.
+
+        Args:
+            metrics: name -> [2] (sum, count), the same names in every micro-batch.
+            log_weights: [n] of its trajectories.
+            rewards: [n]; a trajectory without a finite one counts nowhere.
+            tokens: [n] sampled tokens.
+        """
+        for name, value in metrics.items():
+            value = value.detach().double()
+            self._metrics[name] = self._metrics[name] + value if name in self._metrics else value
+        if log_weights.numel():
+            self._log_weights.append(torch.where(torch.isfinite(rewards), log_weights, torch.nan))
+            self._tokens.append(tokens)
+
+    def reduce(self) -> Reduced:
+        """Collective over all ranks: one gather and a broadcast for each model-parallel dimension."""
+        names, row = self._row()
+        if is_last_stage(self._groups.pp):
+            rows = gather_rows(row, self._groups.dp)
+        else:
+            rows = torch.empty(group_size(self._groups.dp), len(row), dtype=torch.float64, device=self._device)
+        from_last_stage(rows, self._groups.pp)
+        # Replicated arithmetic may differ in the last bit between these ranks (atomic adds on a GPU).
+        from_first_rank(rows, self._groups.tp)
+        from_first_rank(rows, self._groups.cp)
+        sums = rows[:, _LEADING:].sum(0).tolist()
+        return Reduced(
+            rho=float(combine_ess_statistics(rows[:, :4])),
+            usable=int(rows[:, 3].sum().item()),
+            usable_tokens=int(rows[:, 4].sum().item()),
+            metrics={name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1] > 0.0},
+        )
+
+    def _row(self) -> tuple[list[str], Tensor]:
+        names = self._shared_names()
+        row = torch.zeros(_LEADING + 2 * len(names), dtype=torch.float64, device=self._device)
+        row[0] = -math.inf
+        if self._log_weights:
+            log_weights = torch.cat(self._log_weights)
+            row[:4] = ess_statistics(ess_log_weights(log_weights, self._config))
+            row[4] = torch.cat(self._tokens)[torch.isfinite(log_weights)].sum()
+        for i, name in enumerate(names):
+            if name in self._metrics:
+                row[_LEADING + 2 * i : _LEADING + 2 + 2 * i] = self._metrics[name]
+        return names, row
+
+    def _shared_names(self) -> list[str]:
+        """Names of the loss's metrics; stages before the last learn them once, in the first step."""
+        names = sorted(self._metrics)
+        if self._names is None:
+            self._names = names_of_last_stage(names, self._groups.pp)
+        elif is_last_stage(self._groups.pp) and names != self._names:
+            raise RuntimeError(
+                f"The loss {self._config.loss} returned other metrics than in the first step "
+                f"({sorted(set(names) ^ set(self._names))}); it must return the same keys in every micro-batch."
+            )
+        return self._names
