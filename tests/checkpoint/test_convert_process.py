@@ -133,5 +133,7 @@ def test_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     peaks = json.loads(done.stdout.splitlines()[-1])
     print(f"model {size / 1e6:.0f} MB, above the start: {[f'{name} {n / 1e6:.0f} MB' for name, n in peaks.items()]}")
+    stored = sum(file.stat().st_size for file in (tmp_path / "megatron").rglob("*.distcp"))
+    assert size < stored < 1.01 * size  # no part is saved with the whole it is a view of
     assert peaks["to_megatron"] < 0.4 * size, peaks
     assert peaks["to_hf"] < 0.4 * size, peaks

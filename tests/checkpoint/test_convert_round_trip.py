@@ -21,8 +21,10 @@ from megatron_vcpo.checkpoint.convert_read import TorchDistFolder
 from megatron_vcpo.checkpoint.convert_source import HuggingFaceSource, MegatronSource
 from megatron_vcpo.checkpoint.convert_to_hf import convert_to_hf
 from megatron_vcpo.checkpoint.convert_to_megatron import Options, convert_to_megatron
+from megatron_vcpo.checkpoint.description import describe_hf
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
+from megatron_vcpo.checkpoint.rotary import check_rotary
 from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, save_hf_model
 
 CASES = [(name, name not in ("llama", "qwen3_moe", "gpt_oss")) for name in ALL_FAMILIES] + [("llama", True)]
@@ -48,6 +50,8 @@ def test_a_model_comes_back_bit_for_bit_and_computes_the_same(
 ) -> None:
     hf = save_hf_model(tmp_path / "hf", name, tied=tied)
     megatron = to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    # one key for each layer, whatever --moe-layer-freq will be
+    assert any(key.startswith("decoder.layers.1.") for key in TorchDistFolder(megatron).tensors)
     back = to_hf(megatron, tmp_path / "back")
     before, after = tensors(tmp_path / "hf"), tensors(back)
     assert before.keys() == after.keys()
@@ -257,3 +261,20 @@ def test_without_target_sizes_experts_follow_megatrons_default() -> None:
         target_expert_tensor_parallel_size=None,
     )
     assert options_of(arguments).layout.flags() == ["--tensor-model-parallel-size", "2"]
+
+
+def test_the_rebuilt_model_rotates_by_the_checkpoints_angles(tmp_path: Path, megatron_groups: Any) -> None:
+    """Short prompts would hardly show a wrong scaling factor."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 5000.0,
+    }
+    save_hf_model(tmp_path / "hf", "llama", tied=True, max_position_embeddings=16384, rope_parameters=scaling)
+    source = MegatronSource(to_megatron(tmp_path / "hf", tmp_path / "megatron"))
+    check_rotary([source.load_model()], describe_hf(tmp_path / "hf"))
+    config = json.loads((to_hf(tmp_path / "megatron", tmp_path / "back") / "config.json").read_text())
+    assert config["rope_parameters"]["factor"] == 32.0
