@@ -276,10 +276,6 @@ class RolloutConfig:
     """Folder that tools/quantize_for_rollout.py wrote (FP8 or INT8): the engine computes in its format, and every new
     set of weights is quantized like it on the way."""
 
-    engine_quantization: str | None = None
-    """Folder that tools/quantize_for_rollout.py wrote (FP8 or INT8): the engine computes in its format, and every new
-    set of weights is quantized like it on the way."""
-
     engine_tensor_parallel_size: int = 1
     """Tensor-parallel ranks of one engine; must divide the number of processes."""
 
@@ -347,11 +343,6 @@ class RolloutConfig:
             self.engine_placement == "colocated" or self.engine_tensor_parallel_size == 1,
             "--rollout-engine-placement process needs --rollout-engine-tensor-parallel-size 1: each trainer process "
             "has one engine process; use colocated for engines over several ranks.",
-        )
-        _require(
-            self.engine_placement == "colocated" or self.engine_quantization is None,
-            "--rollout-engine-quantization needs --rollout-engine-placement colocated: weights for another process are "
-            "not quantized on their way.",
         )
         _require(
             self.engine_placement == "colocated" or self.engine_quantization is None,

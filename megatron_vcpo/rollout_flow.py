@@ -235,6 +235,7 @@ class RolloutFlow(BaseFlow):
             engine_dtype=self._dtype_name,
             trainer_dtype=str(self.args.params_dtype).removeprefix("torch."),
             router_replay=self.config.rollout.router_replay,
+            quantized=self.config.rollout.engine_quantization is not None,
         )
         save_batch(batch_path(self.run_dir, origin.version), trajectories, origin)
 

@@ -204,3 +204,15 @@ def test_what_cannot_be_read_ends_with_code_1_and_one_sentence(
     assert sentence.startswith("mismatch_report: ")
     assert sentence.endswith(".")
     assert not (tmp_path / "b.png").exists()
+
+
+def test_what_a_quantized_engine_sampled_is_not_taken_for_a_fault_of_the_cache(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = batch_of(changed(dense, tmp_path / "rounded", 0.01))  # in the place of rounded weights
+    save_batch(tmp_path / "b.npz", batch, dataclasses.replace(PLAIN, quantized=True))
+    rows, text = run(capsys, tmp_path / "b.npz", dense, "--dtypes", "float32")
+    assert rows["cache"][:2] == ["not", "measured"]
+    assert float(rows["rest"][0]) > 1e-3
+    assert "quantization, precision of engine and cache, together" in text
+    assert "drop --rollout-engine-quantization" in text

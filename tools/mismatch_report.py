@@ -115,8 +115,13 @@ def _run(options: argparse.Namespace) -> None:
             progress=say,
         )
         result = measure(chosen, origin, sampler, policy, asked)
-    replayed = origin.router_replay != "off"
-    sentence = advice(result, trainer_dtype=trainer, engine_dtype=engine, replayed=replayed)
+    sentence = advice(
+        result,
+        trainer_dtype=trainer,
+        engine_dtype=engine,
+        replayed=origin.router_replay != "off",
+        quantized=origin.quantized,
+    )
     print(f"{options.batch}: version {origin.version}, {len(chosen)} of {len(trajectories)} trajectories")
     print(f"trainer in {trainer}, engine in {engine}, temperature {origin.temperature:g}\n")
     print(f"{table(result)}\n\n{sentence}")

@@ -27,6 +27,15 @@ NEGLIGIBLE = 1e-4
 """Mean absolute difference, in nats a token, that no importance weight notices: 0.1 in a response of 1,000 tokens."""
 
 
+_REST = (
+    "The largest part lies on the engine's side and was not split: the rows that were not measured say what they need."
+)
+_REST_QUANTIZED = (
+    "The largest part lies on the engine's side, which computes with quantized weights: drop "
+    "--rollout-engine-quantization, or calibrate a later checkpoint."
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     """Log-probs of the same N sampled tokens, each [N]; None where what they need was not given or does not exist."""
@@ -146,13 +155,16 @@ def _transform(scores: Scores, notes: Mapping[Name, str]) -> Component:
 # ---------------------------------------------------------------------- what to do
 
 
-def advice(result: Report, *, trainer_dtype: str, engine_dtype: str, replayed: bool) -> str:
+def advice(
+    result: Report, *, trainer_dtype: str, engine_dtype: str, replayed: bool = False, quantized: bool = False
+) -> str:
     """One sentence: which switch to turn.
 
     Args:
         result: of `report`.
         trainer_dtype, engine_dtype: 'float32', 'float16' or 'bfloat16', as the run has them.
         replayed: training replays the engine's experts.
+        quantized: the engine computes with quantized weights.
     """
     if result.as_trained.mean < NEGLIGIBLE:
         return (
@@ -172,7 +184,7 @@ def advice(result: Report, *, trainer_dtype: str, engine_dtype: str, replayed: b
         "routing": "Routing is the largest part: turn on --rollout-router-replay rollout.",
         "cache": "The engine's cache is the largest part: what it recorded while it decoded is not what it computes "
         "from scratch; set --sync-verify every to see whether a weight update leaves something behind.",
-        "rest": "The largest part lies on the engine's side and was not split: run this again with --engine.",
+        "rest": _REST_QUANTIZED if quantized else _REST,
     }[largest]
 
 

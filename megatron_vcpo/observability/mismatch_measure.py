@@ -66,8 +66,8 @@ def measure(
     trainer.score_sampler()
     trained = trainer.score_policy(policy)
     engines = _engine_scores(trajectories, sampler, options)
-    plain = origin.temperature == 1.0
-    rescored = engines.get(options.engine_dtype) if plain else None
+    comparable = origin.temperature == 1.0 and not origin.quantized
+    rescored = engines.get(options.engine_dtype) if comparable else None
     scores = Scores(
         recorded=recorded,
         trained=trained.own,
@@ -169,7 +169,8 @@ def _engine_scores(trajectories: Sequence[Trajectory], sampler: Weights, options
 def _notes(
     origin: Origin, sampler: Weights, policy: Weights | None, carries: bool, options: Options
 ) -> dict[Name, str]:
-    notes: dict[Name, str] = {"rest": "precision of engine and cache, together"}
+    parts = "quantization, precision of engine and cache" if origin.quantized else "precision of engine and cache"
+    notes: dict[Name, str] = {"rest": f"{parts}, together"}
     if origin.temperature == 1.0:
         notes["sampling transform"] = "sampled at temperature 1; top-p and top-k are refused"
     else:
@@ -184,6 +185,8 @@ def _notes(
         notes["routing"] = "against the fp32 trainer's experts: the batch carries none"
     if not options.engine:
         notes["precision of engine"] = notes["cache"] = "needs --engine, which starts vLLM"
+    elif origin.quantized:
+        notes["precision of engine"] = notes["cache"] = "needs a batch that no quantized engine sampled"
     elif origin.temperature != 1.0:
         text = "needs a batch sampled at temperature 1, at which vLLM scores given tokens"
         notes["precision of engine"] = notes["cache"] = text

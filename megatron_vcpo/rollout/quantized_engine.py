@@ -23,6 +23,7 @@ class QuantizedEngine:
     def __init__(self, engine: RolloutEngine, recipe: QuantizationRecipe) -> None:
         self._engine = engine
         self._recipe = recipe
+        self.float32_weights = engine.float32_weights
 
     @property
     def version(self) -> int | None:
@@ -32,11 +33,6 @@ class QuantizedEngine:
     @version.setter
     def version(self, value: int | None) -> None:
         self._engine.version = value
-
-    @property
-    def float32_weights(self) -> frozenset[str]:
-        """See `RolloutEngine.float32_weights`."""
-        return self._engine.float32_weights
 
     def update_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False

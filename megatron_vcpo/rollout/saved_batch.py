@@ -31,6 +31,7 @@ class Origin:
     engine_dtype: str  # 'float32', 'float16' or 'bfloat16'
     trainer_dtype: str
     router_replay: str  # of --rollout-router-replay: whose routes the trajectories carry
+    quantized: bool = False  # the engine computed with quantized weights
 
 
 def batch_path(run_dir: Path, version: int) -> Path:

@@ -93,7 +93,7 @@ def test_replay_changes_what_training_sees() -> None:
 
 def sentence(sizes: dict[str, float], trainer: str = "bfloat16", engine: str = "bfloat16", **more: Any) -> str:
     result = report(scores(sizes), TYPES, NOTES)
-    return advice(result, trainer_dtype=trainer, engine_dtype=engine, replayed=more.get("replayed", False))
+    return advice(result, trainer_dtype=trainer, engine_dtype=engine, **more)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def sentence(sizes: dict[str, float], trainer: str = "bfloat16", engine: str = "
         (FULL | {"trained": 0.001, "sampler_weights": 0.4}, "--rollout-router-replay rollout"),
         (FULL | {"trained": 0.001, "rescored": 0.4}, "--sync-verify every"),
         (FULL | {"trained": 0.001, "exact": 0.4}, "--fp16"),
-        ({"exact": 0.5, "trained": 0.1}, "--engine"),
+        ({"exact": 0.5, "trained": 0.1}, "say what they need"),
         (dict.fromkeys(FULL, 1e-6), "Nothing to turn"),
     ],
     ids=["staleness", "trainer's precision", "routing", "cache", "engine's precision", "rest", "nothing"],
@@ -121,6 +121,10 @@ def test_the_advice_on_precision_depends_on_the_types() -> None:
     assert "--rollout-engine-dtype auto" in sentence(precision, "bfloat16", "float16")
     assert "only FP32" in sentence(precision, "float16", "float16")
     assert "more than FP32 explains" in sentence(precision, "float32", "float32")
+
+
+def test_a_quantized_engine_is_named_where_its_side_is_the_largest_part() -> None:
+    assert "drop --rollout-engine-quantization" in sentence({"exact": 0.5, "trained": 0.1}, quantized=True)
 
 
 def test_a_switch_that_is_on_is_not_advised_again() -> None:
