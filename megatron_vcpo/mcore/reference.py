@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 
 class ReferencePolicy:
-    """A copy of this rank's parameters that can stand in for the current ones during a forward-only pass."""
+    """A copy of this rank's parameters, and of its routers' expert biases, that can stand in for the current ones
+    during a forward-only pass."""
 
     def __init__(self, model_chunks: Sequence[nn.Module]) -> None:
         """Copy the parameters of the chunks as they are now."""
         self.weights: list[dict[str, Tensor]] = [
-            {name: p.detach().to("cpu", copy=True) for name, p in chunk.named_parameters()} for chunk in model_chunks
+            {name: value.detach().to("cpu", copy=True) for name, value in _state(chunk)} for chunk in model_chunks
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -53,8 +54,14 @@ class ReferencePolicy:
     def _write(model_chunks: Sequence[nn.Module], weights: list[dict[str, Tensor]]) -> None:
         with torch.no_grad():
             for chunk, values in zip(model_chunks, weights):
-                for name, parameter in chunk.named_parameters():
-                    parameter.copy_(values[name])
+                for name, value in _state(chunk):
+                    value.copy_(values[name])
+
+
+def _state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from chunk.named_parameters()
+    # Load balancing without an auxiliary loss moves these beside the optimizer; they choose the experts.
+    yield from (pair for pair in chunk.named_buffers() if pair[0].endswith(".expert_bias"))
 
 
 @contextlib.contextmanager
