@@ -39,19 +39,20 @@ WAYS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step is made of."""
+    """What a step is made of. Groups that do not fit into a micro-batch cost the logit energies a scoring pass."""
 
     name: str
     trajectories: int
     group: int
     prompt: int
     response: int
-    groups_per_micro_batch: int
+    longest_per_micro_batch: int  # token budget, in longest trajectories
 
 
 LOADS = (
-    Load(name="short", trajectories=32, group=8, prompt=32, response=96, groups_per_micro_batch=2),
-    Load(name="long", trajectories=4, group=2, prompt=256, response=1792, groups_per_micro_batch=1),
+    Load(name="short", trajectories=16, group=4, prompt=32, response=96, longest_per_micro_batch=8),
+    Load(name="long", trajectories=4, group=2, prompt=256, response=1792, longest_per_micro_batch=2),
+    Load(name="long-alone", trajectories=4, group=2, prompt=256, response=1792, longest_per_micro_batch=1),
 )
 
 
@@ -135,7 +136,7 @@ def _status(name: str) -> int:
 def compare(load: Load, size: Size, repeats: int) -> None:
     """Print the table of one load."""
     trajectories = make_trajectories(load.trajectories, load.group, size.vocab, load.prompt, load.response)
-    budget = load.groups_per_micro_batch * load.group * (load.prompt + load.response * 3 // 2)
+    budget = load.longest_per_micro_batch * (load.prompt + load.response * 3 // 2)
     with single_process_megatron() as groups:
         gpt = build_tiny_gpt(groups, size=size, lr=1e-5, sequence=budget)
         plain_step = gpt.optimizer.step
@@ -188,10 +189,10 @@ def report(runs: dict[str, Callable[[], None]], repeats: int) -> None:
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--vocab", type=int, default=16384)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--load", choices=[load.name for load in LOADS], help="only this one")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -16,11 +16,15 @@ megatron_cpu.install()
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.energies.exact import ExactEnergies
+from megatron_vcpo.mcore.minibatch import PackingSettings
+from megatron_vcpo.mcore.packing import RowAlignment
 from tests.distributed.layouts_worker import compare, run
-from tests.oracle.energies import measure, worst_errors
+from tests.oracle.energies import measure, variant_model, worst_errors
 from tests.oracle.layouts import VOCAB, Layout, Policy, build, init_distributed, trajectories
 
 # fp32 is that of the model's own forward and backward (tests/mcore/test_energies.py has a milder model).
@@ -80,6 +84,13 @@ STEPS = {
     "deferred": _steps("deferred", tokens=40, moe=True, **_PENALTIES),
     "accumulators": _steps("accumulators", tokens=40, moe=True, tied=True, **_MINIBATCH),
 }
+VARIANTS_OF_TWO = (
+    ("layer-norm-and-biases", False),
+    ("layer-norm-and-biases", True),
+    ("query-and-key-norms", False),
+    ("query-and-key-norms", True),
+    ("gated-shared-expert", True),
+)
 STEP_LAYOUTS = {
     2: (
         Layout(tp=2, sp=True),
@@ -104,6 +115,20 @@ def check_energies(policy: Policy, layout: Layout, expected: torch.Tensor) -> st
     assert max(errors.values()) < TOLERANCE[dtype], errors
     assert not any(p.main_grad.any() for chunk in trainer.model for p in chunk.parameters()), "gradients were touched"
     return f"{max(errors.values()):.0e}"
+
+
+def check_variant(name: str, sequence_parallel: bool, expected: torch.Tensor) -> None:
+    """Kinds of parameters that the layouts' policies have not, on two tensor-parallel ranks."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    model = variant_model(name, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    energies = ExactEnergies([model], groups, _CONFIG, torch.device("cpu"))
+    packing = PackingSettings(budget=60, alignment=RowAlignment(token_multiple=2 if sequence_parallel else 1))
+    measure(energies, trajectories(), packing=packing, vocab_size=VOCAB)
+    errors = worst_errors(energies.by_kind, expected)
+    assert max(errors.values()) < TOLERANCE[torch.float64], (name, sequence_parallel, errors)
 
 
 def check_steps(policy: Policy, layout: Layout, expected: dict[str, Any]) -> str:
@@ -132,6 +157,8 @@ def main() -> None:
     for layout, names in LAYOUTS[dist.get_world_size()]:
         for name in names:
             report(check_energies, name, POLICIES[name], layout, reference["energies"][name])
+    for name, sequence_parallel in VARIANTS_OF_TWO if dist.get_world_size() == 2 else ():
+        check_variant(name, sequence_parallel, reference["variants"][name])
     for layout in STEP_LAYOUTS[dist.get_world_size()]:
         for name, policy in STEPS.items():
             if policy.moe or (layout.ep == 1 and layout.etp is None):

@@ -17,20 +17,24 @@ _WORKER = Path(__file__).with_name("energy_worker.py")
 def reference_results():
     """Energies [kinds, N] of every policy by autograd, and steps with every policy in two passes; on one process."""
     with single_process_megatron():
-        from tests.distributed.energy_worker import POLICIES, STEPS
+        from tests.distributed.energy_worker import POLICIES, STEPS, VARIANTS_OF_TWO
         from tests.distributed.layouts_worker import run
-        from tests.oracle.energies import per_trajectory_energies
+        from tests.oracle.energies import per_trajectory_energies, variant_model
         from tests.oracle.layouts import VOCAB, Layout, build, trajectories
 
         energies = {
             name: per_trajectory_energies(build(policy, Layout()).model[0], trajectories(), vocab_size=VOCAB)
             for name, policy in POLICIES.items()
         }
+        variants = {
+            name: per_trajectory_energies(variant_model(name), trajectories(), vocab_size=VOCAB)
+            for name, _ in VARIANTS_OF_TWO
+        }
         steps = {}
         for name, policy in STEPS.items():
             config = dataclasses.replace(policy.config, energy_method="two-pass")
             steps[name] = run(dataclasses.replace(policy, config=config), Layout())
-    return {"energies": energies, "steps": steps}
+    return {"energies": energies, "variants": variants, "steps": steps}
 
 
 @pytest.fixture(scope="module")

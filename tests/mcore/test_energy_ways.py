@@ -130,6 +130,24 @@ def test_penalties_and_auxiliary_losses_are_the_same_in_every_way(with_penalties
     assert with_penalties["two-pass"][1][0]["kl"] > 1e-6
 
 
+def test_a_measuring_pass_beside_the_steps_own_moves_no_count_of_the_routers():
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+
+    destroy_moe_metrics_tracker()
+    trainer, batch = make("two-pass", moe=True, transformer=AUXILIARY), trajectories()
+
+    def counts():
+        buffers = [b.flatten() for n, b in trainer.model[0].named_buffers() if ".router." in n]
+        logged = [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+        return torch.cat([*buffers, *logged]).double()
+
+    trainer.step.begin(batch, model=trainer.model, forward_backward=get_forward_backward_func())
+    assert not counts().any()
+    measure(trainer.step.energies.energies, batch, packing=trainer.step.settings.packing, vocab_size=VOCAB)
+    assert counts().any()  # they would have moved
+
+
 def test_energies_hold_the_weights_of_a_token_level_correction_and_the_veto():
     trainer = make("two-pass", correction="token-tis", correction_upper=1.1, veto_ratio=0.01)
     energies, batch = trainer.step.energies.energies, trajectories()

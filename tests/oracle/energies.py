@@ -21,6 +21,86 @@ from megatron_vcpo.rollout.trajectory import Trajectory
 KINDS = ("linear", "expert", "router", "norm", "bias", "embedding", "output")
 
 
+# Fields of TransformerConfig, and what the model is built with.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied": True},
+    "layer-norm-and-biases": {
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "gated_linear_unit": False,
+        "activation_func": torch.nn.functional.gelu,
+        "tied": True,
+    },
+    "query-and-key-norms": {"qk_layernorm": True, "add_qkv_bias": True},
+    "full-recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "tied": True,
+    },
+    "experts": {"experts": 4},
+    "experts-tied": {"experts": 4, "tied": True, "qk_layernorm": True},
+    "shared-expert": {"experts": 4, "moe_shared_expert_intermediate_size": 16},
+    "gated-shared-expert": {"experts": 4, "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    "experts-recomputed-with-auxiliary-losses": {
+        "experts": 4,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.5,
+        "moe_z_loss_coeff": 0.1,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def variant_model(variant: str, dtype: torch.dtype = torch.float64, scale: float = 4.0, **layout: Any) -> Any:
+    """A GPTModel of two layers with norms away from 1 and biases away from 0.
+
+    Initialization on the CPU cuts shards out of whole weights, so that every tensor-parallel layout has the same ones.
+
+    Args:
+        variant: one of VARIANTS.
+        dtype: of the weights.
+        scale: of all matrices; the larger, the less do a layer's gradients look like its neighbour's.
+        layout: fields of TransformerConfig.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from patches.cpu_packed_attention import PackedCoreAttention
+    from tests.oracle.tiny_gpt import Size, transformer_config
+
+    options = dict(VARIANTS[variant])
+    tied, experts = options.pop("tied", False), options.pop("experts", 0)
+    config = transformer_config(Size(experts=experts), dtype, **options, **layout)
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts or None,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+    )
+    spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    torch.manual_seed(0)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=64,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=tied,
+    ).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            ranks = config.tensor_model_parallel_size if getattr(parameter, "tensor_model_parallel", False) else 1
+            noise = 0.2 * torch.randn(parameter.numel() * ranks, generator=generator).to(dtype)
+            parameter.data.add_(noise.chunk(ranks)[torch.distributed.get_rank() % ranks])
+        else:
+            parameter.data.mul_(scale)
+    return model
+
+
 def kind_of(name: str) -> str:
     """Which kind of parameter a name belongs to."""
     for part, kind in (

@@ -155,8 +155,10 @@ class EnergyCollector:
         if param is None or not self.listens(out, param):
             return
 
+        pending = [make]  # let go of the rows it holds as soon as it is used, however long the graph lives
+
         def hook(gradient: Tensor) -> None:
-            contribution = make(gradient)
+            contribution = pending.pop()(gradient)
             contribution.add_energies(self.table[KINDS.index(kind)], self.products)
             if self.sink is not None:
                 self.sink(param, contribution)

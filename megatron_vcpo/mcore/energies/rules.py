@@ -86,13 +86,13 @@ def _output(collector: EnergyCollector, base: Any) -> Callable[..., Tensor]:
             owners, share = collector.current, collector.layout.sharded
             assert owners is not None
             ranks = collector.layout.tp_size if kwargs["sequence_parallel"] else 1
-            rows, whole = owners.next_scored(out.numel() // out.size(-1), ranks)
+            width = out.size(-1)  # a hook that holds its own tensor would keep the logits until a garbage collection
+            rows, whole = owners.next_scored(out.numel() // width, ranks)
 
             def contribution(g: Tensor) -> Contribution:
                 x = flat(gathered(input, kwargs["tp_group"]) if kwargs["sequence_parallel"] else input)
                 if collector.tied:
-                    first = collector.layout.tp_rank * out.size(-1)
-                    tied.output_part(collector, owners, rows, x, flat(g), first=first)
+                    tied.output_part(collector, owners, rows, x, flat(g), first=collector.layout.tp_rank * width)
                 return MatrixContribution(x=x, g=flat(g), rows=rows, share=share, whole=whole, open=owners.open)
 
             collector.watch(out, weight, "embedding" if collector.tied else "output", contribution)
