@@ -149,6 +149,7 @@ def test_routes_of_the_batch_are_replayed_and_other_experts_are_the_routing_row(
         assert float(rows["routing"][0]) == pytest.approx(np.abs(scores - exact).mean(), rel=0.06, abs=1e-6)
         seen = np.abs(scores - recorded).mean()
         assert float(rows["as training sees it"][0]) == pytest.approx(seen, rel=0.06, abs=1e-6)
+        assert float(rows["precision of trainer"][0]) < 1e-6  # the same experts on both sides of the switch
         assert float(rows["all together"][0]) < 1e-5  # every router choosing itself, as transformers does
     assert np.abs(foreign - exact).mean() > 0.05
 

@@ -19,6 +19,9 @@ from megatron_vcpo.rollout.sampler import encode_prompt
 CONFIGURATIONS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 """Format -> the optimizer's configuration: static scales, from the largest magnitude."""
 
+TOO_FAR = 0.3
+"""Mean mismatch, nats a token, at which training refuses the engine after the first sync (--sync-verify-tolerance)."""
+
 REPORT_FILE = "quantization_report.json"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the families' config.json call their number
 
@@ -51,11 +54,17 @@ class QuantizationReport:
     def lines(self) -> list[str]:
         """For a person."""
         cost = self.mismatch
+        verdict = []
+        if cost.mean > TOO_FAR:
+            verdict = [
+                f"too far apart for rollouts (above {TOO_FAR:g}): choose another format, or calibrate on more prompts"
+            ]
         return [
             f"{self.format}: {self.bytes_before:,} -> {self.bytes_after:,} bytes, calibrated on "
             f"{self.calibration_sequences} sequences ({self.calibration_tokens:,} tokens)",
             f"log-prob mismatch on {cost.tokens:,} sampled tokens that were not calibrated on, nats a token: "
             f"mean {cost.mean:.2e}, 99% {cost.p99:.2e}, largest {cost.largest:.2e}, KL (k3) {cost.kl:.2e}",
+            *verdict,
         ]
 
 

@@ -12,7 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.checkpoint.quantize import REPORT_FILE, QuantizeOptions, _load, _sequences
+from megatron_vcpo.checkpoint.quantize import (
+    REPORT_FILE,
+    Mismatch,
+    QuantizationReport,
+    QuantizeOptions,
+    _load,
+    _sequences,
+)
 from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Sampling
 from megatron_vcpo.rollout.quantized_engine import QuantizedEngine
@@ -203,6 +210,21 @@ def test_the_tool_refuses_in_one_sentence_and_leaves_nothing(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "CUDA device" in refused(capsys, source, target, "nvfp4")
     assert not list(tmp_path.glob("target*"))
+
+
+@pytest.mark.parametrize("mean", [0.02, 1.1])
+def test_a_mismatch_that_no_rollout_can_have_is_said(mean: float) -> None:
+    cost = Mismatch(tokens=9, mean=mean, p99=mean, largest=mean, kl=mean, original=-1.0, quantized=-1.0)
+    report = QuantizationReport(
+        format="int8",
+        source="",
+        calibration_sequences=1,
+        calibration_tokens=9,
+        bytes_before=2,
+        bytes_after=1,
+        mismatch=cost,
+    )
+    assert ("too far apart" in report.lines()[-1]) == (mean > 0.3)
 
 
 def write(folder: Path, quantization: dict[str, Any] | None) -> Path:
