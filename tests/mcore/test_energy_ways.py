@@ -232,3 +232,23 @@ def test_a_trainable_parameter_without_a_rule_is_an_error_before_anything_runs()
 def test_a_setting_that_would_make_energies_wrong_is_refused():
     with pytest.raises(ConfigError, match="--recompute-modules mlp"):
         make("two-pass", transformer={"recompute_granularity": "selective", "recompute_modules": ["mlp"]})
+
+
+def test_replayed_routes_are_followed_in_every_pass_and_their_books_balance(megatron):
+    from tests.mcore.test_policy_step import register, run_step
+    from tests.mcore.test_router_replay import MOE, routed
+    from tests.oracle.tiny_gpt import build_tiny_gpt
+
+    results = []
+    for method in METHODS:
+        tiny = build_tiny_gpt(megatron, size=MOE)
+        config = VCPOConfig(
+            energy="exact", energy_method=method, tokens_per_micro_batch=48, kl_coefficient=0.1, **MINIBATCH
+        )
+        vcpo = register(tiny, config, router_replay=True)
+        results.append([run_step(tiny, vcpo, routed(seed)) for seed in (0, 1)])
+    for ours in results[1:]:
+        for (metrics, gradient), (expected, expected_gradient) in zip(ours, results[0]):
+            assert metrics["route_missing"] == expected["route_missing"]
+            assert metrics["baseline"] == pytest.approx(expected["baseline"], rel=1e-4)
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-6)
