@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron_vcpo.config import VCPOConfig
 from tests.oracle.layouts import Layout, Policy, Trainer, build, init_distributed, trajectories
 
-# fp32 on another order of summation. Measured over all layouts: metrics within 5e-6, parameters within 3e-7 where a step
-# is 1e-2.
+# fp32 on another order of summation. Measured over all layouts: metrics within 5e-6, parameters within 3e-7 where a
+# step is 1e-2.
 METRIC_TOLERANCE, PARAMETER_TOLERANCE = 2e-5, 1e-6
 
 # What a layout differs in by its nature.
