@@ -129,9 +129,7 @@ def test_a_stuck_engine_ends_at_the_deadline_with_the_tensor_and_the_rank(megatr
     engine = RecordingEngine(stuck_at="model.layers.1.mlp.up_proj.weight")
     _, synchronizer = build(engine, megatron_groups, timeout=0.3)
     started = time.monotonic()
-    with pytest.raises(
-        SyncError, match=r"of rank 0 .* version 4 .*sync-timeout\) for .*layers\.1\.mlp\.up_proj"
-    ):
+    with pytest.raises(SyncError, match=r"of rank 0 .* version 4 .*sync-timeout\) for .*layers\.1\.mlp\.up_proj"):
         synchronizer.publish(4)
     assert time.monotonic() - started < 5
     assert engine.version is None
