@@ -57,6 +57,15 @@ def is_frozen(rank: int) -> None:
     wait_for_the_other()
 
 
+def dies(rank: int) -> None:
+    phases.enter("train", iteration=3)
+    if rank == 1:
+        time.sleep(0.5)
+        os._exit(9)
+    phases.enter("reduce")
+    wait_for_the_other()
+
+
 def is_only_slow(rank: int) -> None:
     phases.enter("generate", alone=True, iteration=3)
     time.sleep(DEADLINE * (1.5 if rank == 1 else 0.9))
@@ -80,6 +89,10 @@ CASES: dict[Callable[[int], None], str | None] = {
         r"ranks wait in different collectives for one another: rank \d in phase 'train' .*; rank \d in phase 'train'"
     ),
     is_frozen: r"rank 0 waited .* for rank 1, last seen in phase 'train' .* and without a sign of life since",
+    dies: (
+        r"rank 0 failed in phase 'reduce' of iteration 3: a rank that it waited for has ended or did not come; last "
+        r"seen elsewhere: rank 1 in phase 'train' of iteration 3 at dies \("
+    ),
     is_only_slow: None,
 }
 
@@ -91,7 +104,11 @@ def member(case: Callable[[int], None], rank: int, store: Path, output: Path) ->
     )
     watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank=rank, world_size=2, deadline=DEADLINE)
     watchdog.start()
-    case(rank)
+    try:
+        case(rank)
+    except RuntimeError as error:  # as train.py does
+        print(watchdog.explain(error), file=sys.stderr)
+        os._exit(EXIT_CODE)
     watchdog.stop()
     dist.destroy_process_group()
 
