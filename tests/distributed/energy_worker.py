@@ -39,32 +39,31 @@ POLICIES = {
 DENSE, MOE = ("dense", "tied"), ("moe", "moe_tied")
 TWO = (
     (Layout(tp=2), DENSE),
-    (Layout(tp=2, sp=True), DENSE + MOE),
-    (Layout(tp=2, sp=True, logit_chunk=10), DENSE),
-    (Layout(pp=2), DENSE + MOE),
-    (Layout(pp=2, vpp=2, logit_chunk=7), DENSE + MOE),
+    (Layout(tp=2, sp=True), ("dense", "moe_tied")),
+    (Layout(tp=2, sp=True, logit_chunk=10), ("tied",)),
+    (Layout(tp=2, sp=True, recompute=True), ("tied", "moe")),
+    (Layout(pp=2), ("dense", "moe_tied")),
+    (Layout(pp=2, vpp=2, logit_chunk=7), ("tied", "moe")),
     (Layout(pp=2, vpp=2, recompute=True), ("moe_tied",)),
-    (Layout(), DENSE + MOE),
-    (Layout(overlap=True), DENSE),
-    (Layout(distopt=True), DENSE),
-    (Layout(distopt=True, overlap=True), DENSE + MOE),
-    (Layout(cp=2), DENSE + MOE),
+    (Layout(overlap=True), ("moe_tied",)),
+    (Layout(distopt=True), ("dense",)),
+    (Layout(distopt=True, overlap=True), ("tied", "moe")),
+    (Layout(cp=2), ("dense", "moe")),
     (Layout(cp=2, recompute=True, logit_chunk=7), ("moe_tied",)),
     (Layout(ep=2), MOE),
-    (Layout(ep=2, dispatcher="allgather"), MOE),
-    (Layout(tp=2, sp=True, ep=2, etp=1), MOE),
+    (Layout(ep=2, dispatcher="allgather"), ("moe",)),
+    (Layout(tp=2, sp=True, ep=2, etp=1), ("moe_tied",)),
     (Layout(tp=2, sp=True, ep=1, etp=1), MOE),
-    (Layout(tp=2, sp=True, recompute=True), DENSE + MOE),
 )
 FOUR = (
-    (Layout(tp=2, pp=2), DENSE),
-    (Layout(tp=2, sp=True, pp=2), MOE),
-    (Layout(pp=2, ep=2), MOE),
-    (Layout(tp=2, sp=True, cp=2), DENSE + MOE),
-    (Layout(cp=2, ep=2), MOE),
+    (Layout(tp=2, pp=2), ("tied",)),
+    (Layout(tp=2, sp=True, pp=2), ("moe_tied",)),
+    (Layout(pp=2, ep=2), ("moe_tied",)),
+    (Layout(tp=2, sp=True, cp=2), ("tied", "moe")),
+    (Layout(cp=2, ep=2), ("moe_tied",)),
     (Layout(pp=2, cp=2), ("tied",)),
-    (Layout(tp=2, sp=True, ep=2), MOE),
-    (Layout(tp=2, sp=True, ep=2, etp=1), MOE),
+    (Layout(tp=2, sp=True, ep=2), ("moe",)),
+    (Layout(tp=2, sp=True, ep=2, etp=1), ("moe_tied",)),
     (Layout(tp=4, sp=True, ep=2, etp=1), ("moe_tied",)),
 )
 LAYOUTS = {2: TWO, 4: FOUR}
@@ -93,14 +92,19 @@ VARIANTS_OF_TWO = (
 )
 STEP_LAYOUTS = {
     2: (
-        Layout(tp=2, sp=True),
-        Layout(pp=2, vpp=2),
-        Layout(distopt=True, overlap=True),
-        Layout(cp=2),
-        Layout(ep=2, distopt=True),
-        Layout(tp=2, sp=True, etp=1),
+        (Layout(tp=2, sp=True), ("deferred, groups together", "accumulators")),
+        (Layout(pp=2, vpp=2), tuple(STEPS)),
+        (Layout(distopt=True, overlap=True), tuple(STEPS)),
+        (Layout(cp=2), ("deferred, groups together", "accumulators")),
+        (Layout(ep=2, distopt=True), ("two-pass", "deferred", "accumulators")),
+        (Layout(tp=2, sp=True, etp=1), ("deferred",)),
     ),
-    4: (Layout(tp=2, sp=True, pp=2, ep=2, etp=1, distopt=True, overlap=True, recompute=True),),
+    4: (
+        (
+            Layout(tp=2, sp=True, pp=2, ep=2, etp=1, distopt=True, overlap=True, recompute=True),
+            ("deferred", "accumulators"),
+        ),
+    ),
 }
 
 
@@ -159,10 +163,9 @@ def main() -> None:
             report(check_energies, name, POLICIES[name], layout, reference["energies"][name])
     for name, sequence_parallel in VARIANTS_OF_TWO if dist.get_world_size() == 2 else ():
         check_variant(name, sequence_parallel, reference["variants"][name])
-    for layout in STEP_LAYOUTS[dist.get_world_size()]:
-        for name, policy in STEPS.items():
-            if policy.moe or (layout.ep == 1 and layout.etp is None):
-                report(check_steps, name, policy, layout, reference["steps"][name])
+    for layout, names in STEP_LAYOUTS[dist.get_world_size()]:
+        for name in names:
+            report(check_steps, name, STEPS[name], layout, reference["steps"][name])
     dist.barrier()
     if dist.get_rank() == 0:
         print("all layouts passed", flush=True)
