@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 from patches import megatron_cpu
@@ -25,7 +23,8 @@ from megatron_vcpo.mcore.minibatch import PackingSettings
 from megatron_vcpo.mcore.packing import RowAlignment
 from tests.distributed.layouts_worker import compare, run
 from tests.oracle.energies import measure, variant_model, worst_errors
-from tests.oracle.layouts import VOCAB, Layout, Policy, build, init_distributed, trajectories
+from tests.oracle.layouts import VOCAB, Layout, Policy, build, trajectories
+from tests.oracle.worker import check, worker
 
 # fp32 is that of the model's own forward and backward (tests/mcore/test_energies.py has a milder model).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -135,41 +134,20 @@ def check_variant(name: str, sequence_parallel: bool, expected: torch.Tensor) ->
     assert max(errors.values()) < TOLERANCE[torch.float64], (name, sequence_parallel, errors)
 
 
-def check_steps(policy: Policy, layout: Layout, expected: dict[str, Any]) -> str:
-    """Two steps, their metrics and the weights after them, against two-pass steps of one process."""
-    compare(run(policy, layout), expected)
-    return "steps"
-
-
-def report(check: Callable[..., str], name: str, policy: Policy, layout: Layout, expected: Any) -> None:
-    """Run one check and say so; a failure names what it was."""
-    started = time.perf_counter()
-    try:
-        result = check(policy, layout, expected)
-    except Exception as error:
-        error.add_note(f"rank {dist.get_rank()}: {name} with {layout}")
-        raise
-    if dist.get_rank() == 0:
-        print(f"ok {name} with {layout} ({time.perf_counter() - started:.1f} s) {result}", flush=True)
-
-
 def main() -> None:
     reference = torch.load(sys.argv[1])
-    torch.set_num_threads(1)
-    init_distributed()
-    megatron_cpu.patch_megatron()
-    for layout, names in LAYOUTS[dist.get_world_size()]:
-        for name in names:
-            report(check_energies, name, POLICIES[name], layout, reference["energies"][name])
-    for name, sequence_parallel in VARIANTS_OF_TWO if dist.get_world_size() == 2 else ():
-        check_variant(name, sequence_parallel, reference["variants"][name])
-    for layout, names in STEP_LAYOUTS[dist.get_world_size()]:
-        for name in names:
-            report(check_steps, name, STEPS[name], layout, reference["steps"][name])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all layouts passed", flush=True)
-    dist.destroy_process_group()
+    with worker():
+        for layout, names in LAYOUTS[dist.get_world_size()]:
+            for name in names:
+                with check(f"{name} with {layout}") as words:
+                    words.append(check_energies(POLICIES[name], layout, reference["energies"][name]))
+        for name, sequence_parallel in VARIANTS_OF_TWO if dist.get_world_size() == 2 else ():
+            with check(f"{name}, sequence parallel: {sequence_parallel}"):
+                check_variant(name, sequence_parallel, reference["variants"][name])
+        for layout, names in STEP_LAYOUTS[dist.get_world_size()]:
+            for name in names:
+                with check(f"steps of {name} with {layout}"):
+                    compare(run(STEPS[name], layout), reference["steps"][name])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 from patches import megatron_cpu
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vcpo.config import VCPOConfig
-from tests.oracle.layouts import Layout, Policy, Trainer, build, init_distributed, trajectories
+from tests.oracle.layouts import Layout, Policy, Trainer, build, trajectories
+from tests.oracle.worker import check, worker
 
 # fp32 on another order of summation. Measured over all layouts: metrics within 5e-6, parameters within 3e-7 where a
 # step is 1e-2.
@@ -109,23 +109,11 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def main() -> None:
     reference = torch.load(sys.argv[1])
-    torch.set_num_threads(1)
-    init_distributed()
-    megatron_cpu.patch_megatron()
-    for layout, names in LAYOUTS[dist.get_world_size()]:
-        for name in names:
-            started = time.perf_counter()
-            try:
-                compare(run(POLICIES[name], layout), reference[name])
-            except Exception as error:
-                error.add_note(f"rank {dist.get_rank()}: {name} with {layout}")
-                raise
-            if dist.get_rank() == 0:
-                print(f"ok {name} with {layout} ({time.perf_counter() - started:.1f} s)", flush=True)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all layouts passed", flush=True)
-    dist.destroy_process_group()
+    with worker():
+        for layout, names in LAYOUTS[dist.get_world_size()]:
+            for name in names:
+                with check(f"{name} with {layout}"):
+                    compare(run(POLICIES[name], layout), reference[name])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from megatron_vcpo.mcore.logprobs import VocabShard, token_statistics
 from megatron_vcpo.objective import LossInputs, LossOutputs
 from megatron_vcpo.optim import EssSettings
 from megatron_vcpo.rollout.trajectory import Trajectory
-from tests.oracle.layouts import Layout, Policy, Trainer, build, init_distributed, trajectories
+from tests.oracle.layouts import Layout, Policy, Trainer, build, trajectories
+from tests.oracle.worker import check, worker
 
 PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
@@ -273,27 +274,16 @@ def checks() -> list[tuple[str, Callable[[], None]]]:
     combinations += [(check_overflow_of_experts, "fp16 dynamic", layout) for layout in LAYOUTS if layout.ep > 1]
     found: list[tuple[str, Callable[[], None]]] = [("check_vocab_parallel_statistics", check_vocab_parallel_statistics)]
     combinations.sort(key=lambda each: each[2].ep)  # changing the groups takes a second
-    for check, precision, layout in combinations:
-        found.append((f"{check.__name__}, {precision}, {layout}", partial(check, precision, layout)))
+    for checked, precision, layout in combinations:
+        found.append((f"{checked.__name__}, {precision}, {layout}", partial(checked, precision, layout)))
     return found
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    init_distributed()
-    megatron_cpu.patch_megatron()
-    for name, check in checks():
-        try:
-            check()
-        except Exception as error:
-            error.add_note(f"rank {dist.get_rank()}: {name}")
-            raise
-        if dist.get_rank() == 0:
-            print(f"ok {name}", flush=True)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all precisions passed", flush=True)
-    dist.destroy_process_group()
+    with worker():
+        for name, run in checks():
+            with check(name):
+                run()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,8 @@ from megatron_vcpo.replay_flow import with_trainer_routes
 from megatron_vcpo.rollout.trajectory import Trajectory
 from tests.distributed.layouts_worker import compare
 from tests.oracle import layouts
-from tests.oracle.layouts import Layout, Policy, Trainer, init_distributed, trajectories
+from tests.oracle.layouts import Layout, Policy, Trainer, trajectories
+from tests.oracle.worker import check, worker
 
 EXPERTS, TOPK = 4, 2
 LOGPROB_TOLERANCE = 1e-5
@@ -114,7 +114,7 @@ def run(policy: Policy, layout: Layout) -> dict[str, Any]:
     }
 
 
-def check(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def compare_routes_and_steps(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["layers"] == theirs["layers"]
     for mine, expected in zip(ours["routes"], theirs["routes"], strict=True):
         assert torch.equal(mine.sort(-1).values, expected.sort(-1).values)
@@ -129,22 +129,10 @@ def check(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def main() -> None:
     reference = torch.load(sys.argv[1])
-    torch.set_num_threads(1)
-    init_distributed()
-    megatron_cpu.patch_megatron()
-    for layout, name in LAYOUTS:
-        started = time.perf_counter()
-        try:
-            check(run(POLICIES[name], layout), reference[name])
-        except Exception as error:
-            error.add_note(f"rank {dist.get_rank()}: {name} with {layout}")
-            raise
-        if dist.get_rank() == 0:
-            print(f"ok {name} with {layout} ({time.perf_counter() - started:.1f} s)", flush=True)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all layouts passed", flush=True)
-    dist.destroy_process_group()
+    with worker():
+        for layout, name in LAYOUTS:
+            with check(f"{name} with {layout}"):
+                compare_routes_and_steps(run(POLICIES[name], layout), reference[name])
 
 
 if __name__ == "__main__":

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.oracle.single_process import single_process_megatron
+from tests.oracle.torchrun import torchrun
 
-_ROOT = Path(__file__).parents[2]
 _WORKER = Path(__file__).with_name("replay_worker.py")
 
 
@@ -50,15 +47,4 @@ def test_the_reference_is_worth_comparing_with(reference):
 
 @pytest.mark.distributed
 def test_every_layout_replays_what_one_process_does(reference):
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, "2", str(_WORKER), str(reference[0])],
-        cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    print(done.stdout)
-    assert "all layouts passed" in done.stdout, done.stdout[-2000:] + done.stderr[-6000:]
+    torchrun(_WORKER, str(reference[0]), processes=2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.oracle.model_pairs import VOCAB, save_hf_model
+from tests.oracle.torchrun import torchrun
 
 _WORKER = Path(__file__).with_name("sync_worker.py")
-_ROOT = Path(__file__).parents[2]
 
 
 def write_checkpoint(root: Path, folder: str, *, tied: bool, **changes: int) -> None:
@@ -42,14 +39,4 @@ def test_every_layout_computes_the_same_and_streams_the_checkpoint_back(tmp_path
     write_checkpoint(tmp_path, "deepseek_v3", tied=False)
     write_checkpoint(tmp_path, "gpt_oss", tied=False)
     write_checkpoint(tmp_path, "deepseek_v3-four_layers", tied=False, num_hidden_layers=4)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*command, str(_WORKER), str(tmp_path)],
-        cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert "all layouts passed" in run.stdout, run.stdout[-2000:] + run.stderr[-6000:]
+    torchrun(_WORKER, str(tmp_path), processes=2, passed="all layouts passed")

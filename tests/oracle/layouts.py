@@ -6,18 +6,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.rollout.trajectory import Trajectory
+from tests.oracle.worker import DEADLINE
 
 VOCAB, PADDED_VOCAB, SEQUENCE, HIDDEN = 61, 64, 40, 32
-_DEADLINE = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +230,7 @@ def _initialize_groups(layout: Layout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=int(_DEADLINE.total_seconds() // 60),
+        distributed_timeout_minutes=int(DEADLINE.total_seconds() // 60),
     )
     _groups_of = (sizes, parallel_state.get_data_parallel_group())
 
@@ -281,8 +279,3 @@ def _set_weights(chunks: Sequence[Any], family: Any, shape: Any, groups: Any) ->
     for name, parameter in match_model(chunks, list(specs.values()), shape, groups).local.items():
         spec = specs[EMBEDDING if name == OUTPUT_LAYER and shape.tied_embeddings else name]
         parameter.copy_(import_shard(spec, shape, read, *place.tp_of(spec)))
-
-
-def init_distributed() -> None:
-    """gloo with a deadline: a collective that others never enter fails instead of hanging."""
-    dist.init_process_group("gloo", timeout=_DEADLINE)

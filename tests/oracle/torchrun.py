@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.oracle.worker import PASSED
+
 _ROOT = Path(__file__).parents[2]
 _SHOWN = 6000  # characters
 
 
-def torchrun(worker: Path, *arguments: str, processes: int, passed: str, timeout: float = 500.0) -> str:
+def torchrun(worker: Path, *arguments: str, processes: int, passed: str = PASSED, timeout: float = 500.0) -> str:
     """Run the worker on gloo and return its output; the test fails unless the output holds the line `passed`."""
     launcher = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
     done = subprocess.run(
