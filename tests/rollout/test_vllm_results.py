@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_vcpo.rollout.digests import digest
 from megatron_vcpo.rollout.engine import EngineError
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings, _result
 from megatron_vcpo.rollout.vllm_weights import _Feed
@@ -54,17 +55,34 @@ def test_folder_without_a_model_is_refused_before_vllm_is_imported(tmp_path):
         VLLMEngine(VLLMSettings(model_dir=str(tmp_path), dtype="float32", max_model_len=8))
 
 
-def test_feed_copies_each_tensor_and_notes_where_it_stands():
-    memory = torch.zeros(3)
+def feed_of(*items, refuse_nan=True, digests=None):
+    return _Feed(iter(items), refuse_nan=refuse_nan, digests=digests)
 
+
+def test_a_feed_notes_what_came_and_how_far_it_got():
+    digests: dict[str, int] = {}
+    feed = feed_of(("a", torch.zeros(3)), ("b", torch.ones(3)), digests=digests)
+    assert [(name, tensor.tolist()) for name, tensor in feed] == [("a", [0] * 3), ("b", [1] * 3)]
+    assert (feed.last, feed.exhausted, feed.producer_failed) == ("b", True, False)
+    assert digests == {"a": digest(torch.zeros(3)), "b": digest(torch.ones(3))}
+
+
+@pytest.mark.parametrize(
+    ("second", "words"), [(("a", torch.ones(2)), "twice"), (("b", torch.tensor([1.0, torch.nan])), "NaN")]
+)
+def test_a_feed_refuses_a_tensor_that_comes_twice_or_holds_nan(second, words):
+    feed = feed_of(("a", torch.zeros(2)), second)
+    with pytest.raises(ValueError, match=words):
+        list(feed)
+    assert (feed.exhausted, feed.producer_failed) == (False, False)
+
+
+def test_a_feed_tells_a_failure_of_the_producer_from_one_of_the_engine():
     def producer():
-        for value, name in enumerate("abc"):
-            memory.fill_(value)
-            yield name, memory
+        yield "a", torch.zeros(2)
+        raise RuntimeError("lost")
 
-    ended: list[bool] = []
-    feed = _Feed(producer(), refuse_nan=True, at_end=lambda: ended.append(True))
-    kept = [(name, tensor) for name, tensor in feed]
-    memory.fill_(9.0)
-    assert [(name, tensor.tolist()) for name, tensor in kept] == [("a", [0] * 3), ("b", [1] * 3), ("c", [2] * 3)]
-    assert (feed.last, feed.exhausted, feed.producer_failed, ended) == ("c", True, False, [True])
+    feed = _Feed(producer(), refuse_nan=True, digests=None)
+    with pytest.raises(RuntimeError, match="lost"):
+        list(feed)
+    assert (feed.last, feed.producer_failed) == ("a", True)
