@@ -14,7 +14,7 @@ help:
 	@echo 'make setup    only set up: .venv becomes a link to the pinned environment in the cache folder'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make bench    the measurements in benchmarks/'
-	@echo 'make clean    remove runs and tool caches from this folder (environments stay in ~/.cache/megatron_vcpo)'
+	@echo 'make clean    remove tool caches from this folder (runs/ and the environments in ~/.cache/megatron_vcpo stay)'
 	@echo 'PYTHON=/path/to/python3.12 names the interpreter to set up with; otherwise it is searched for'
 
 setup:
@@ -35,5 +35,5 @@ bench: setup
 	@set -e; for module in $(BENCHMARKS); do echo "== $$module"; $(RUN) -m $$module; done
 
 clean:
-	rm -rf runs wandb build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -192,6 +192,11 @@ class VCPOConfig:
             )
 
     def _validate_exact(self) -> None:
+        _require(
+            self.baseline.startswith("opob"),
+            f"--vcpo-energy exact weights an optimal baseline, and --vcpo-baseline is {self.baseline}: use opob or "
+            "opob-leave-one-out, or drop --vcpo-energy.",
+        )
         if self.energy_method == "two-pass":
             return
         method = f"--vcpo-energy-method {self.energy_method}"

@@ -96,6 +96,7 @@ def adjust(config: PluginConfig) -> None:
     config.vcpo.loss = "megatron_vcpo.supervised:supervised_loss"
     config.vcpo.ess_scaling = "off"
     config.vcpo.baseline = "none"
+    config.vcpo.energy = "logit"
     config.vcpo.reward_normalization = "none"
     config.vcpo.kl_coefficient = 0.0
     config.rollout.eval_interval = 0

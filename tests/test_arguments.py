@@ -198,6 +198,10 @@ def test_a_number_that_cannot_work_is_refused_with_its_flag(
 
 
 CONTRADICTIONS = {
+    "exact energies of no optimal baseline": (
+        ["--vcpo-energy", "exact", "--vcpo-baseline", "mean"],
+        "--vcpo-baseline is mean",
+    ),
     "exact energies in accumulators": (
         ["--vcpo-energy", "exact", "--vcpo-energy-method", "accumulators"],
         "--vcpo-baseline-scope minibatch",
