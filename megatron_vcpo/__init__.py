@@ -5,6 +5,10 @@
 
 from typing import Any
 
+from patches import modelopt_without_vllm
+
+modelopt_without_vllm.apply()  # here, since it has to come before any import of Megatron
+
 __version__ = "0.1.0"
 __all__ = ["__version__", "register"]
 

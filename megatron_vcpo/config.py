@@ -31,6 +31,15 @@ Correction = Literal[
 Aggregation = Literal["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"]
 
 
+MASK_BOUNDS: dict[str, tuple[float, float]] = {
+    "token-mis": (0.0, 8.0),
+    "sequence-mis": (0.0, 8.0),
+    "geometric-mis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+}
+"""Bounds of the ratio outside of which these corrections drop, where no flag gives them."""
+
+
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise ConfigError(sentence)
@@ -174,7 +183,10 @@ class VCPOConfig:
             self.phase_deadline is None or self.phase_deadline >= 0.0,
             "--vcpo-phase-deadline must not be negative; 0 is off.",
         )
-        _require(self.veto_ratio >= 0.0, "--vcpo-veto-ratio must not be negative.")
+        _require(
+            0.0 <= self.veto_ratio < 1.0,
+            f"--vcpo-veto-ratio must lie in [0, 1), not {self.veto_ratio}: fresh samples have the ratio 1.",
+        )
         _require(self.kl_coefficient >= 0.0, "--vcpo-kl-coefficient must not be negative.")
         if self.energy == "exact":
             self._validate_exact()
@@ -184,12 +196,19 @@ class VCPOConfig:
         )
         for name, value in (("lower", self.correction_lower), ("upper", self.correction_upper)):
             _require(value is None or value >= 0.0, f"--vcpo-correction-{name} must not be negative.")
-        if self.correction in ("token-mis", "sequence-mis", "geometric-mis", "icepop"):
-            low, high = self.correction_lower, self.correction_upper
+        if self.correction in MASK_BOUNDS:
+            low, high = MASK_BOUNDS[self.correction]
+            low = low if self.correction_lower is None else self.correction_lower
+            high = high if self.correction_upper is None else self.correction_upper
             _require(
-                low is None or high is None or low < high,
-                f"--vcpo-correction-lower ({low}) must be below --vcpo-correction-upper ({high}).",
+                low < high,
+                f"--vcpo-correction-lower ({low}) must be below --vcpo-correction-upper ({high}): nothing would be "
+                "trained on.",
             )
+        _require(
+            self.correction not in ("token-tis", "sequence-tis") or self.correction_upper != 0.0,
+            f"--vcpo-correction-upper 0 makes every weight of {self.correction} zero; give a bound above 0.",
+        )
 
     def _validate_exact(self) -> None:
         _require(

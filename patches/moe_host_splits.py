@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from patches import torch_cuda_alias
+
 
 def apply() -> None:
     """Make the helper return host arrays for CPU tensors too."""
@@ -17,6 +19,8 @@ def apply() -> None:
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.clone().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
+    # Made once for the class, of whatever torch.cuda.Stream is then: vLLM replaces it by one whose events are None.
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch_cuda_alias.Stream()
     moe_utils.maybe_move_tensor_to_cpu = to_host
     if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):
         token_dispatcher.maybe_move_tensor_to_cpu = to_host

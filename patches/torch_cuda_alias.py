@@ -54,7 +54,7 @@ def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class _Stream:
+class Stream:
     """A stream on which everything has already happened."""
 
     cuda_stream = 0
@@ -71,12 +71,12 @@ class _Stream:
         return event or _Event()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
+        return isinstance(other, Stream)
 
     def __hash__(self) -> int:
         return 0
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
@@ -109,7 +109,7 @@ def _nothing() -> Callable[..., None]:
 
 
 def _cuda_names() -> dict[str, Any]:
-    stream = _Stream()
+    stream = Stream()
     properties = types.SimpleNamespace(
         name="cpu", major=9, minor=0, total_memory=_TOTAL_MEMORY, multi_processor_count=1
     )
@@ -117,9 +117,9 @@ def _cuda_names() -> dict[str, Any]:
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "is_available": lambda: False,
-        "Stream": _Stream,
+        "Stream": Stream,
         "Event": _Event,
-        "ExternalStream": _Stream,
+        "ExternalStream": Stream,
         "current_stream": lambda *args, **kwargs: stream,
         "default_stream": lambda *args, **kwargs: stream,
         "stream": lambda stream=None: contextlib.nullcontext(stream),

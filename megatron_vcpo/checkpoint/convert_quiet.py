@@ -10,6 +10,8 @@ def be_quiet() -> None:
     """Hide warnings about kernels that a conversion does not use, and about running as a single process."""
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.|torch\.distributed\.checkpoint")
+    warnings.filterwarnings(
+        "ignore", category=UserWarning, module=r"megatron\.|modelopt\.|torch\.distributed\.checkpoint"
+    )
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -94,6 +94,7 @@ class PolicyStep:
         self._result: dict[str, float] = {}
         self._lag = 0.0
         self._scored_fallbacks = 0.0
+        self._measuring_overflowed = False
         self._expert_biases: ExpertBiases | None = None
         self._context = OutputContext(
             vocab_size=settings.vocab_size,
@@ -126,6 +127,7 @@ class PolicyStep:
         self._expert_biases = ExpertBiases(model)
         self._lag = lag
         self._scored_fallbacks = 0.0
+        self._measuring_overflowed = False
         self.skip_reason = ""
         if self.config.kl_coefficient > 0.0:
             self._score_reference(model, forward_backward)
@@ -243,6 +245,9 @@ class PolicyStep:
     def set_baselines(self, measured: Measured) -> None:
         """Baselines of the minibatch from what a pass over it measured."""
         batch = self._current()
+        if self.settings.fp16 and self.energies is not None:
+            lost = torch.isfinite(measured.log_weights) & ~torch.isfinite(measured.energies)
+            self._measuring_overflowed = bool(lost.any())
         log_energies = trajectory_log_energies(
             log_weights=measured.log_weights,
             lengths=measured.lengths,
@@ -402,6 +407,11 @@ class PolicyStep:
         broken = not self.settings.fp16 and not _gradients_finite(model)
         if agree(multiplier, broken, what="The learning-rate multiplier", device=self.device) and not self.skip_reason:
             self.skip_reason = "a gradient is not finite"
+        if self._measuring_overflowed and not self.skip_reason:
+            # The step's own backward may be small enough for a loss scale that the measuring one was not: its
+            # baselines are wrong all the same, so the scaler is to see the overflow, on every rank.
+            for chunk in model:
+                chunk.buffers[0].grad_data.view(-1)[0] = math.inf
         if self.replay is not None:
             self.replay.finish_pass(training=True)
             metrics |= route_metrics(self.replay, batch.trajectories, self.device)

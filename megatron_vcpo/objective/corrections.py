@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_vcpo.config import ConfigError, VCPOConfig
+from megatron_vcpo.config import MASK_BOUNDS, ConfigError, VCPOConfig
 from megatron_vcpo.objective.importance import masked_log_ratio
 from megatron_vcpo.objective.segments import segment_ids, segment_sum
 
@@ -136,10 +136,10 @@ CORRECTIONS: dict[str, Correction] = {
     "none": _row(no_correction, "sequence", 0.0, math.inf),
     "token-tis": _row(token_tis, "token", 0.0, 8.0),
     "sequence-tis": _row(sequence_tis, "sequence", 0.0, 8.0),
-    "token-mis": _row(token_mis, "token", 0.0, 8.0),
-    "sequence-mis": _row(sequence_mis, "sequence", 0.0, 8.0),
-    "geometric-mis": _row(geometric_mis, "sequence", 0.0, 2.0),
-    "icepop": _row(icepop, "token", 0.5, 5.0),
+    "token-mis": _row(token_mis, "token", *MASK_BOUNDS["token-mis"]),
+    "sequence-mis": _row(sequence_mis, "sequence", *MASK_BOUNDS["sequence-mis"]),
+    "geometric-mis": _row(geometric_mis, "sequence", *MASK_BOUNDS["geometric-mis"]),
+    "icepop": _row(icepop, "token", *MASK_BOUNDS["icepop"]),
     "cispo": _row(cispo, "token", 1.0, 4.0, bounds="distance"),
     "gspo": _row(gspo, "sequence", 3e-4, 4e-4, bounds="distance", surrogate="clip"),
     "ppo-clip": _row(ppo_clip, "token", 0.2, 0.28, bounds="distance", surrogate="clip"),

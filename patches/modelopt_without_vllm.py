@@ -1,0 +1,19 @@
+"""Megatron imports nvidia-modelopt where it is installed, and modelopt imports vLLM: seconds, log lines on stdout, and
+an engine library that is loaded before the trainer has set up its devices and processes.
+
+Versions: megatron-core 0.19.2 (training/checkpointing.py), nvidia-modelopt 0.47.0 (torch/quantization/plugins). Its
+plugin for vLLM quantizes a model inside the engine, which nothing here does. No longer needed when
+`tests/patches/test_modelopt_without_vllm.py::test_modelopt_alone_still_imports_vllm` fails.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+_PLUGIN = "modelopt.torch.quantization.plugins.vllm"
+
+
+def apply() -> None:
+    """Leave an empty module where the plugin would be; before modelopt is imported, else nothing happens."""
+    sys.modules.setdefault(_PLUGIN, types.ModuleType(_PLUGIN))
