@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.mcore.reference import ReferencePolicy
 
@@ -92,12 +94,26 @@ def load_reference(reference: ReferencePolicy, path: Path) -> None:
     """Read the reference that iteration 0 wrote.
 
     Raises:
-        ConfigError: the file is missing, or was written under another layout.
+        ConfigError: on every rank; the file is missing, damaged, or was written under another layout.
     """
+    failure: ConfigError | None = None
+    try:
+        _read_reference(reference, path)
+    except ConfigError as error:
+        failure = error
+    raise_together(failure)
+
+
+def _read_reference(reference: ReferencePolicy, path: Path) -> None:
     if not path.is_file():
         raise ConfigError(
             f"The KL reference {path} is missing (it is written at iteration 0, for one layout); resume with the "
-            f"layout "
-            "it was saved under, or set --vcpo-kl-coefficient 0."
+            "layout it was saved under, or set --vcpo-kl-coefficient 0."
         )
-    reference.load_state_dict(load_file(path))
+    try:
+        reference.load_state_dict(load_file(path))
+    except (SafetensorError, ValueError) as error:
+        raise ConfigError(
+            f"The KL reference {path} is damaged or of another layout ({error}); resume with the layout it was saved "
+            "under, or set --vcpo-kl-coefficient 0."
+        ) from error

@@ -140,15 +140,21 @@ class PartialFolder:
     def _resume(self) -> None:
         """Read the journal: the settings in its first line, then one line for each finished file."""
         self._journal.seek(0)
-        text = self._journal.read()
-        # a line that a killed process began is no line
-        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        try:
+            text = self._journal.read()
+            # a line that a killed process began is no line
+            lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+            settings = lines[0]["settings"] if lines else {}
+            files = [(str(line["file"]), int(line["bytes"]), line["record"]) for line in lines[1:]]
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The journal of {self.path} is damaged ({error!r}); remove that folder to start again."
+            ) from error
         if not lines:
             self._journal.truncate(0)
             self._note({"settings": self._settings})
             return
         self._journal.truncate(len(text[: text.rfind("\n") + 1].encode()))
-        settings = lines[0].get("settings", {})
         different = sorted(
             key for key in settings.keys() | self._settings if settings.get(key) != self._settings.get(key)
         )
@@ -157,10 +163,9 @@ class PartialFolder:
                 f"{self.path} holds the beginning of a conversion with another {', '.join(different)}; remove that "
                 "folder to start again."
             )
-        for line in lines[1:]:
-            path = self.path / line["file"]
-            if path.is_file() and path.stat().st_size == line["bytes"]:
-                self.finished[line["file"]] = line["record"]
+        for name, size, record in files:
+            if (self.path / name).is_file() and (self.path / name).stat().st_size == size:
+                self.finished[name] = record
 
     def _note(self, line: dict[str, Any]) -> None:
         self._journal.write(json.dumps(line) + "\n")

@@ -66,8 +66,10 @@ class SafetensorsFolder:
                 )
             return {single: None}
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            weight_map = dict(json.loads(index.read_text())["weight_map"])
+            if not all(isinstance(file, str) for file in weight_map.values()):
+                raise TypeError("the place of a tensor is no file name")
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}.") from error
         files: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():

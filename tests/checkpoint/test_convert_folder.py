@@ -126,3 +126,14 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     assert folder.missing_bytes({"a": 10**12, "b": 2 * 10**9}) == 2 * 10**9
     with pytest.raises(CheckpointError, match=r"has 3\.0 GB free, and 4\.0 GB are still to be written"):
         folder.missing_bytes({"b": 2 * 10**9, "c": 2 * 10**9})
+
+
+@pytest.mark.parametrize("damage", [b"\x00\x00\n", b"[]\n", b'{"x": 1}\n', b"\xff\xfe\n"])
+def test_a_damaged_journal_is_named(tmp_path: Path, damage: bytes) -> None:
+    folder = PartialFolder(tmp_path / "out", SETTINGS)
+    write(folder, "a", "1")
+    folder.close()
+    journal = next((tmp_path / "out.partial").glob("journal.jsonl"))
+    journal.write_bytes(journal.read_bytes() + damage)
+    with pytest.raises(CheckpointError, match=r"journal of .*out\.partial is damaged .* remove that folder"):
+        PartialFolder(tmp_path / "out", SETTINGS)

@@ -133,6 +133,7 @@ def test_an_index_that_disagrees_with_its_files_is_refused(checkpoint: Path) -> 
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"disagree about model\.norm\.weight"):
         load(sharded)
-    index.write_text("{}")
-    with pytest.raises(CheckpointError, match="not a safetensors index"):
-        load(sharded)
+    for bad in (b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}', b'{"weight_map": null}', b"\xff{}"):
+        index.write_bytes(bad)
+        with pytest.raises(CheckpointError, match=r"not a safetensors index|it lacks"):
+            load(sharded)

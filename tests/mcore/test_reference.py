@@ -47,3 +47,20 @@ def test_a_saved_reference_of_another_model_is_refused_by_name():
     del state["0.0.expert_bias"]
     with pytest.raises(ValueError, match=r"0\.0\.expert_bias"):
         reference.load_state_dict(state)
+
+
+def test_a_damaged_or_foreign_reference_ends_a_resume_with_one_sentence(tmp_path):
+    from megatron_vcpo.config import ConfigError
+    from megatron_vcpo.resume import load_reference, save_reference
+
+    reference = ReferencePolicy([torch.nn.Sequential(Router())])
+    path = tmp_path / "kl_reference" / "rank.safetensors"
+    save_reference(reference, path)
+    load_reference(reference, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="is damaged or of another layout"):
+        load_reference(reference, path)
+    path.write_bytes(whole)
+    with pytest.raises(ConfigError, match="is damaged or of another layout"):
+        load_reference(ReferencePolicy([torch.nn.Linear(2, 2)]), path)
