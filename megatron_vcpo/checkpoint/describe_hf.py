@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
 
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.records import (
@@ -27,8 +30,6 @@ def describe_hf(folder: str | Path) -> ModelDescription:
         CheckpointError: no folder, no readable config.json, a family without a table, or a feature that Megatron
             would compute differently.
     """
-    from transformers import AutoConfig
-
     path = Path(folder) / "config.json"
     if not path.parent.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {path.parent}.")
@@ -41,6 +42,37 @@ def describe_hf(folder: str | Path) -> ModelDescription:
     known = [family.name for family in FAMILIES]
     if model_type not in known:
         raise CheckpointError(f"{path} is of model_type {model_type!r}; the known ones are {', '.join(known)}.")
+    try:
+        described = _described(path, model_type)
+    except _ODD_VALUES as error:
+        words = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} holds a value that no model can have: {type(error).__name__}: {words}."
+        ) from error
+    odd = {
+        f"{name} {value}": not (isinstance(value, int | float) and 0 < value < math.inf)
+        for name, value in _positive(described).items()
+    }
+    refuse(f"{path} asks for", odd, "no model has that")
+    return described
+
+
+# What transformers and arithmetic say to values of another type, zeros and infinities.
+_ODD_VALUES = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, StrictDataclassError)
+
+
+def _positive(described: ModelDescription) -> dict[str, Any]:
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size")
+    others = ("norm_epsilon", "rotary_base", "max_position_embeddings")
+    values = {name: getattr(described, name) for name in (*sizes, *others)}
+    if described.num_experts:
+        values |= {name: getattr(described, name) for name in ("experts_per_token", "moe_ffn_hidden_size")}
+    return values
+
+
+def _described(path: Path, model_type: str) -> ModelDescription:
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(path.parent, local_files_only=True)
     family = family_by_name(model_type)
     foreign = _foreign_rope(config) | _foreign_features(config)

@@ -358,3 +358,26 @@ def test_a_built_model_with_another_scaling_factor_is_refused(megatron_groups: A
     for rope in ({"rope_scaling": True}, {}):
         with pytest.raises(CheckpointError, match="--rope-scaling-factor"):
             check_rotary(gpt_models(config, tied=True, rope=rope), right)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama", "num_attention_heads", 0),
+        ("llama", "hidden_size", None),
+        ("llama", "vocab_size", 0),
+        ("llama", "num_hidden_layers", -1),
+        ("llama", "rms_norm_eps", float("inf")),
+        ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_moe", "num_experts_per_tok", 0),
+        ("qwen3_moe", "num_experts", "a"),
+    ],
+)
+def test_a_value_that_no_model_can_have_is_refused_in_one_sentence(tmp_path, name, field, value):
+    save_hf_model(tmp_path, name, tied=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match=r"config\.json (holds a value|asks for)") as caught:
+        describe_hf(tmp_path)
+    assert "\n" not in str(caught.value)
