@@ -83,14 +83,19 @@ def register(
         fp16=bool(transformer.fp16),
     )
     step = PolicyStep(config, settings, groups=groups, scheduler=scheduler, device=collective_device())
-    step.energies = exact_energies(model, groups, config, collective_device())
-    if config.kl_coefficient > 0.0:
-        step.reference = ReferencePolicy(model)
-    if router_replay:
-        step.replay = RouterReplay(model, groups)
+    equip(step, model, optimizer, router_replay=router_replay)
     hook_finalization(transformer, step)
-    guard_optimizer(optimizer, step)
     return step
+
+
+def equip(step: PolicyStep, model: list[Any], optimizer: Any, *, router_replay: bool) -> None:
+    """Give a step what its settings ask for, and let it refuse the optimizer's updates; collective over all ranks."""
+    guard_optimizer(optimizer, step)
+    step.energies = exact_energies(model, step.groups, step.config, step.device)
+    if router_replay:
+        step.replay = RouterReplay(model, step.groups)
+    if step.config.kl_coefficient > 0.0:
+        step.reference = ReferencePolicy(model)
 
 
 def packing_settings(transformer: Any, groups: Any, budget: int) -> PackingSettings:

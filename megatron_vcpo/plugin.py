@@ -16,15 +16,12 @@ import torch
 from torch import nn
 
 from megatron_vcpo import phases
-from megatron_vcpo.api import guard_optimizer, packing_settings
+from megatron_vcpo.api import equip, packing_settings
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.flow import BaseFlow
-from megatron_vcpo.mcore.energies.ways import exact_energies
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
 from megatron_vcpo.mcore.reductions import collective_device
-from megatron_vcpo.mcore.reference import ReferencePolicy
-from megatron_vcpo.mcore.router_replay import RouterReplay
 from megatron_vcpo.mcore.router_state import freeze_routers
 from megatron_vcpo.model import model_description, padded_vocab_size
 from megatron_vcpo.optim import EssParamScheduler, EssSettings
@@ -217,12 +214,8 @@ class MegatronPlugin:
             scheduler=scheduler,
             device=collective_device(),
         )
-        guard_optimizer(optimizer, self.step)
-        self.step.energies = exact_energies(model, self.flow.groups, self.config.vcpo, collective_device())
-        if self.config.rollout.router_replay != "off":
-            self.step.replay = RouterReplay(model, self.flow.groups)
-        if self.config.vcpo.kl_coefficient > 0.0:
-            self.step.reference = ReferencePolicy(model)
+        equip(self.step, model, optimizer, router_replay=self.config.rollout.router_replay != "off")
+        if self.step.reference is not None:
             if self.args.iteration > 0:
                 load_reference(self.step.reference, reference_path(self.args, self.args.load))
             if self.args.save is not None and (self.args.iteration == 0 or self.args.save != self.args.load):
