@@ -6,17 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_vcpo.mcore.policy_step import ForwardBackward, PolicyStep
 from megatron_vcpo.mcore.reductions import group_size
 from megatron_vcpo.mcore.route_books import recorded_routes
+from megatron_vcpo.objective import kl_estimate
 from megatron_vcpo.rollout.exchange import exchange_trajectories
 from megatron_vcpo.rollout.trajectory import Float32Array, Trajectory
-
-_MAX_LOG_RATIO = 20.0  # exp of it is far beyond any ratio that means something, and finite
 
 
 def with_trainer_routes(
@@ -94,6 +92,6 @@ def mismatch_with_and_without(
 def _mismatch(policy: Float32Array, trajectory: Trajectory) -> torch.Tensor:
     """Sums over a trajectory's sampled tokens: [distance, k3, tokens]."""
     mask = trajectory.response_mask
-    d = policy[mask].astype(np.float64) - trajectory.behavior_logprobs[mask]
-    k3 = np.expm1(np.minimum(d, _MAX_LOG_RATIO)) - d
-    return torch.tensor([np.abs(d).sum(), k3.sum(), float(d.size)], dtype=torch.float64)
+    ours, theirs = (torch.from_numpy(x[mask]).double() for x in (policy, trajectory.behavior_logprobs))
+    k3 = kl_estimate(theirs, ours, "k3")
+    return torch.stack([(ours - theirs).abs().sum(), k3.sum(), torch.tensor(k3.numel()).double()])

@@ -14,6 +14,7 @@ import torch
 
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.hf_config import tokenizer_files
+from megatron_vcpo.objective import kl_estimate
 from megatron_vcpo.rollout.sampler import encode_prompt
 
 CONFIGURATIONS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
@@ -212,7 +213,7 @@ def _mismatch(before: torch.Tensor, after: torch.Tensor) -> Mismatch:
         mean=float(sizes.mean()),
         p99=float(sizes.quantile(0.99)),
         largest=float(sizes.max()),
-        kl=float((torch.expm1(difference) - difference).mean()),
+        kl=float(kl_estimate(before.double(), after.double(), "k3").mean()),
         original=float(before.mean()),
         quantized=float(after.mean()),
     )

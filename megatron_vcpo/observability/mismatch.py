@@ -17,6 +17,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from megatron_vcpo.objective import kl_estimate
 
 Values = npt.NDArray[np.float64]
 Name = Literal[
@@ -139,7 +142,7 @@ def report(scores: Scores, types: list[TypeRow], notes: Mapping[Name, str]) -> R
         tokens=len(whole),
         total=Size.of(whole),
         as_trained=Size.of(seen),
-        kl=float(np.mean(np.expm1(seen) - seen)),
+        kl=float(kl_estimate(torch.zeros(len(seen)), torch.from_numpy(seen).double(), "k3").mean()),
         components=rows,
         types=types,
     )
