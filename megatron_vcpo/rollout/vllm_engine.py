@@ -7,7 +7,8 @@ first complete update. Log-probs are vLLM's processed ones, those of the distrib
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -77,6 +78,8 @@ class VLLMEngine:
                 if settings.return_routes:
                     self._routes = VLLMRoutes(self._llm, on_cpu=_on_cpu())
         except EngineError:
+            if self._llm is None:
+                self._clean_up(_forget_groups)  # left behind, they would be taken for the next engine's
             self.shutdown()
             raise
 
@@ -173,15 +176,16 @@ class VLLMEngine:
         """See `RolloutEngine.shutdown`."""
         self.version = None
         llm, self._llm = self._llm, None
-        owns, self._owns_process_group = self._owns_process_group, False
-        keep = contextlib.nullcontext() if owns else vllm_shutdown_process_group.trainer_groups_kept()
-        with self._turn, keep:
-            if llm is not None:
-                llm.llm_engine.engine_core.shutdown()
-            elif owns and torch.distributed.is_initialized():  # the start failed half-way
-                torch.distributed.destroy_process_group()
+        if llm is not None:
+            self._clean_up(llm.llm_engine.engine_core.shutdown)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _clean_up(self, release: Callable[[], None]) -> None:
+        """Run what ends with destroying process groups: the trainer's own stay."""
+        owns = self._owns_process_group
+        with self._turn, contextlib.nullcontext() if owns else vllm_shutdown_process_group.trainer_groups_kept():
+            release()
 
     def _running(self) -> Any:
         if self._llm is None:
@@ -265,6 +269,15 @@ def _build(settings: VLLMSettings) -> Any:
         seed=settings.seed,
         **(engine_flags(_on_cpu()) if settings.return_routes else {}),
     )
+
+
+def _forget_groups() -> None:
+    if "vllm.distributed.parallel_state" not in sys.modules:
+        return
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def _on_cpu() -> bool:

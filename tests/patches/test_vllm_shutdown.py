@@ -37,6 +37,38 @@ def run(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+_SECOND = """
+import sys
+from megatron_vcpo.rollout.engine import EngineError
+from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+
+folder, dense, experts = sys.argv[1:]
+if folder != "none":
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+try:
+    VLLMEngine(VLLMSettings(model_dir=dense, dtype="float32", max_model_len=64, kv_cache_bytes=1 << 10))
+except EngineError as error:
+    print("refused:", error)
+VLLMEngine(VLLMSettings(model_dir=experts, dtype="float32", max_model_len=64, kv_cache_bytes=64 << 20)).shutdown()
+print("the second engine started")
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("trainer", [False, True])
+def test_an_engine_that_failed_to_start_leaves_nothing_to_the_next(tmp_path, trainer):
+    """A dense model's start makes no expert group; the groups it made must not be taken for those of a mixture."""
+    for model in ("llama", "moe"):
+        tiny_models.save(model, 0, tmp_path / model)
+    folders = [str(tmp_path) if trainer else "none", str(tmp_path / "llama"), str(tmp_path / "moe")]
+    finished = subprocess.run(
+        [sys.executable, "-c", _SECOND, *folders], cwd=_ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert "refused: vLLM could not start" in finished.stdout, finished.stderr[-3000:]
+    assert "the second engine started" in finished.stdout, finished.stderr[-3000:]
+
+
 @pytest.mark.engine
 def test_the_trainer_s_groups_outlive_the_engine(tmp_path):
     finished = run(tmp_path, "patched")
