@@ -94,15 +94,23 @@ def launch(name: str, folder: Path, *more: str) -> subprocess.CompletedProcess[s
     return run_with(scripts, folder, name, *flags, *more)
 
 
-def run_with(scripts: dict[str, str], folder: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run a cluster script with these commands first on PATH."""
+def run_with(
+    scripts: dict[str, str], folder: Path, name: str, *flags: str, rendezvous: str = "localhost:29500"
+) -> subprocess.CompletedProcess[str]:
+    """Run a cluster script with these commands first on PATH; a rendezvous is written into a copy, as a user would."""
     tools = folder / "bin"
     tools.mkdir()
     for command, body in scripts.items():
         (tools / command).write_text(f"#!/bin/sh\n{body}\n")
         (tools / command).chmod(0o755)
+    script = script_of(name)
+    if rendezvous != "localhost:29500":
+        text = script.read_text()
+        assert "RENDEZVOUS=localhost:29500 " in text
+        script = folder / script.name
+        script.write_text(text.replace("RENDEZVOUS=localhost:29500 ", f"RENDEZVOUS={rendezvous} "))
     return subprocess.run(
-        ["bash", str(script_of(name)), *flags],
+        ["bash", str(script), *flags],
         capture_output=True,
         text=True,
         timeout=300,
@@ -224,10 +232,19 @@ def test_a_cluster_script_starts_torchrun_without_the_dry_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_one_flag_turns_a_script_for_experts_to_fp16_in_trainer_and_engine(name: str, tmp_path: Path) -> None:
+def test_many_machines_do_not_meet_at_localhost(name: str, tmp_path: Path) -> None:
+    done = run_with({"torchrun": "echo started"}, tmp_path, name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"RENDEZVOUS in \S+ names localhost, .*: write one machine's host:port\.\n", done.stderr)
+
+
+@pytest.mark.parametrize("name", ALL_CLUSTER)
+def test_one_flag_turns_a_cluster_script_to_fp16_in_trainer_and_engine(name: str, tmp_path: Path) -> None:
     def words(folder: str, *flags: str) -> list[str]:
         (tmp_path / folder).mkdir()
-        return run_with({"torchrun": 'printf "%s\\n" "$@"'}, tmp_path / folder, name, *flags).stdout.splitlines()
+        scripts = {"torchrun": 'printf "%s\\n" "$@"'}
+        done = run_with(scripts, tmp_path / folder, name, *flags, rendezvous="node0:29500")
+        return done.stdout.splitlines()
 
     usual, half = words("bf16"), words("fp16", "--fp16")
     assert ("--bf16" in usual, "--fp16" in usual) == (True, False)

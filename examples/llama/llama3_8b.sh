@@ -2,6 +2,7 @@
 # Llama-3-8B on GSM8K with the settings of the VCPO paper (arXiv 2602.17616) for that task: rollouts up to 12 steps old.
 #
 #     examples/llama/llama3_8b.sh [any further flag; a repeated one wins]
+#     examples/llama/llama3_8b.sh --fp16              trains and samples in FP16, not in BF16: a tenth of the mismatch
 #     examples/llama/llama3_8b.sh --vcpo-dry-run      checks every flag, on any machine, and starts nothing
 #
 # Wants 8 GPUs of 80 GB. The prompt files are those of GSM8K: one JSON object a line, with "question" and "answer".
@@ -108,12 +109,18 @@ LAUNCH=(
     --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS"
 )
 for flag in "$@"; do
-    if [[ $flag == --vcpo-dry-run ]]; then
+    if [[ $flag == --fp16 ]]; then
+        PRECISION_ARGS=(--attention-backend auto --rollout-engine-dtype float16 --initial-loss-scale 65536)
+    elif [[ $flag == --vcpo-dry-run ]]; then
         LAUNCH=(python)
         [ -x "$ROOT/.venv/bin/python" ] && LAUNCH=("$ROOT/.venv/bin/python")
         PARALLEL_ARGS+=(--vcpo-dry-run-processes $((NNODES * GPUS_PER_NODE)))
     fi
 done
+if [[ ${LAUNCH[0]} == torchrun && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
+    echo "RENDEZVOUS in $0 names localhost, on each of the $NNODES machines another: write one machine's host:port." >&2
+    exit 2
+fi
 
 "${LAUNCH[@]}" -m megatron_vcpo.train \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${PRECISION_ARGS[@]}" "${TRAIN_ARGS[@]}" "${VCPO_ARGS[@]}" \

@@ -138,6 +138,10 @@ for flag in "$@"; do
         PARALLEL_ARGS+=(--vcpo-dry-run-processes $((NNODES * GPUS_PER_NODE)))
     fi
 done
+if [[ ${LAUNCH[0]} == torchrun && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
+    echo "RENDEZVOUS in $0 names localhost, on each of the $NNODES machines another: write one machine's host:port." >&2
+    exit 2
+fi
 
 "${LAUNCH[@]}" -m megatron_vcpo.train \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${MOE_ARGS[@]}" "${PRECISION_ARGS[@]}" "${TRAIN_ARGS[@]}" \
