@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+_WEEK = 604800.0  # seconds; what waits take beyond it differs from library to library
+
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message is one sentence that names the flag to change."""
@@ -180,8 +182,8 @@ class VCPOConfig:
             )
         _require(0.0 <= self.ess_floor <= 1.0, f"--vcpo-ess-floor must lie in [0, 1], not {self.ess_floor}.")
         _require(
-            self.phase_deadline is None or self.phase_deadline >= 0.0,
-            "--vcpo-phase-deadline must not be negative; 0 is off.",
+            self.phase_deadline is None or 0.0 <= self.phase_deadline <= _WEEK,
+            "--vcpo-phase-deadline must not be negative, and at most 604800 seconds (a week); 0 is off.",
         )
         _require(
             0.0 <= self.veto_ratio < 1.0,
@@ -379,7 +381,10 @@ class RolloutConfig:
             "--rollout-top-p other than 1 and --rollout-top-k other than 0 are refused: the policy's log-probs would "
             "not be those of the distribution that was sampled from; leave them at 1.0 and 0.",
         )
-        _require(self.reward_timeout > 0.0, "--rollout-reward-timeout must be positive.")
+        _require(
+            0.0 < self.reward_timeout <= _WEEK,
+            "--rollout-reward-timeout must be positive and at most 604800 seconds (a week).",
+        )
         _require(self.eval_temperature >= 0.0, "--rollout-eval-temperature must not be negative; 0 is greedy.")
         _require(
             self.eval_samples == 1 or self.eval_temperature > 0.0,
@@ -424,7 +429,7 @@ class SyncConfig:
             re.fullmatch(r"off|first|every(-[1-9]\d*)?", self.verify) is not None,
             f"--sync-verify must be off, first or every-N with a number N of at least 1, not {self.verify!r}.",
         )
-        _require(self.timeout > 0.0, "--sync-timeout must be positive.")
+        _require(1.0 <= self.timeout <= _WEEK, "--sync-timeout must lie between 1 and 604800 seconds (a week).")
         _require(
             self.verify_tolerance is None or self.verify_tolerance > 0.0,
             "--sync-verify-tolerance must be positive; --sync-verify off leaves the check out.",

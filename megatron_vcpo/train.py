@@ -50,6 +50,7 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     # A dozen times at import; where they are needed, Megatron and the dry run say so.
     warnings.filterwarnings("ignore", message=".*([Tt]ransformer.[Ee]ngine|Apex)")
+    warnings.filterwarnings("ignore", message="transformers .* is not tested with current version of modelopt")
     _be_one_process_without_torchrun()
     megatron_cpu.install()
     megatron_cpu.patch_megatron()
