@@ -23,7 +23,12 @@ from megatron_vcpo.rollout.routes import RouteArray
 from megatron_vcpo.rollout.trajectory import Float32Array
 from megatron_vcpo.rollout.vllm_routes import VLLMRoutes, engine_flags
 from megatron_vcpo.rollout.vllm_weights import WeightLoader
-from patches import vllm_cpu_int8_reload, vllm_cpu_latent_rope, vllm_shutdown_process_group
+from patches import (
+    vllm_cpu_amx_permission,
+    vllm_cpu_int8_reload,
+    vllm_cpu_latent_rope,
+    vllm_shutdown_process_group,
+)
 
 _LOGPROB_EPSILON = 1e-4  # rounding may lift the log-prob of a near-certain token this far above 0
 
@@ -251,6 +256,8 @@ def _build(settings: VLLMSettings) -> Any:
         )
     vllm_cpu_latent_rope.apply()
     vllm_cpu_int8_reload.apply()
+    if _on_cpu():
+        vllm_cpu_amx_permission.apply()
     eager = _on_cpu() if settings.enforce_eager is None else settings.enforce_eager
     return LLM(
         model=settings.model_dir,
@@ -267,6 +274,8 @@ def _build(settings: VLLMSettings) -> Any:
         enable_prefix_caching=True,
         enforce_eager=eager,
         seed=settings.seed,
+        # For latent attention vLLM prefers a kernel for AMX, which knows bfloat16 only; other models do not read this.
+        attention_backend="CPU_MLA" if _on_cpu() else None,
         **(engine_flags(_on_cpu()) if settings.return_routes else {}),
     )
 

@@ -251,7 +251,7 @@ def test_replayed_routes_are_followed_in_every_pass_and_their_books_balance(mega
         for (metrics, gradient), (expected, expected_gradient) in zip(ours, results[0]):
             assert metrics["route_missing"] == expected["route_missing"]
             assert metrics["baseline"] == pytest.approx(expected["baseline"], rel=1e-4)
-            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=4e-6)  # fp32 sums, other order
 
 
 @pytest.mark.parametrize("method", ["two-pass", "deferred"])
