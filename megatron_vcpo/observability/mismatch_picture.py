@@ -38,7 +38,7 @@ def _components(axes: Axes, result: Report) -> None:
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlim(left=floor, right=30 * max(size.mean for _, size, _, _ in rows if size is not None) + floor)
+    axes.set_xlim(left=floor, right=30 * max(size.mean for _, size, _, _ in rows if size is not None) + 2 * floor)
     axes.set_xlabel("mean |difference| of log-probs, nats a token")
     axes.set_title("what each switch changes (share of the squared difference)", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

@@ -109,6 +109,6 @@ def defect(trajectory: Trajectory) -> str:
     sampled = trajectory.behavior_logprobs[trajectory.response_mask]
     if not np.isfinite(sampled).all():
         return f"{int((~np.isfinite(sampled)).sum())} behaviour log-probs are not finite"
-    if not abs(trajectory.reward) <= np.finfo(np.float32).max:  # NaN fails it too
+    if not abs(trajectory.reward) <= float(np.finfo(np.float32).max):  # NaN fails it too
         return f"the reward is {trajectory.reward}"
     return ""
