@@ -1,4 +1,4 @@
-"""All ranks end with all trajectories: flat columns through tensor all-gathers, nothing pickled."""
+"""All ranks end with all trajectories: flat columns, broadcast by those that have some, nothing pickled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from megatron_vcpo.rollout.columns import Columns, pack_trajectories, unpack_trajectories
 from megatron_vcpo.rollout.trajectory import Trajectory
+
+_PIECE_BYTES = 64 << 20
 
 
 def exchange_trajectories(local: Sequence[Trajectory], *, device: torch.device, group: Any = None) -> list[Trajectory]:
@@ -28,9 +31,8 @@ def exchange_trajectories(local: Sequence[Trajectory], *, device: torch.device, 
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         merged = list(local)
     else:
-        merged = [
-            t for columns in _gather(pack_trajectories(local), device, group) for t in unpack_trajectories(columns)
-        ]
+        every = _gather(pack_trajectories(local), len(local), device, group)
+        merged = [t for columns in every for t in unpack_trajectories(columns)]
     merged.sort(key=lambda t: (t.group_id, t.index))
     for before, after in itertools.pairwise(merged):
         if (before.group_id, before.index) == (after.group_id, after.index):
@@ -38,23 +40,38 @@ def exchange_trajectories(local: Sequence[Trajectory], *, device: torch.device, 
     return merged
 
 
-def _gather(columns: Columns, device: torch.device, group: Any) -> list[Columns]:
-    names = sorted(columns)
-    sizes = torch.tensor([len(columns[name]) for name in names], dtype=torch.int64, device=device)
+def _gather(columns: Columns, count: int, device: torch.device, group: Any) -> list[Columns]:
+    """The columns of every rank that has a trajectory; each of them sends its own, piece by piece.
+
+    Most ranks have none (an engine hands in through its leader), and with the experts of every token a phase is
+    gigabytes: nothing is padded to the fullest rank, and the device holds one piece at a time.
+    """
+    # Wider types first: every column then begins at a multiple of its own width.
+    names = sorted(columns, key=lambda name: (-columns[name].itemsize, name))
+    own = np.concatenate([np.ascontiguousarray(columns[name]).reshape(-1).view(np.uint8) for name in names])
+    sizes = torch.tensor([columns[name].nbytes if count else 0 for name in names], dtype=torch.int64, device=device)
     every_size = [torch.empty_like(sizes) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every_size, sizes, group=group)
-    counts = torch.stack(every_size).cpu()  # [ranks, columns]
-    gathered: list[Columns] = [{} for _ in every_size]
-    for place, name in enumerate(names):
-        dtype = columns[name].dtype
-        values = np.ascontiguousarray(columns[name]).view(np.uint8)
-        width = int(counts[:, place].max()) * dtype.itemsize
-        padded = torch.zeros(width, dtype=torch.uint8, device=device)
-        padded[: len(values)] = torch.from_numpy(values.copy()).to(device)
-        parts = [torch.empty_like(padded) for _ in every_size]
-        if width:
-            dist.all_gather(parts, padded, group=group)
-        for rank, part in enumerate(parts):
-            used = int(counts[rank, place]) * dtype.itemsize
-            gathered[rank][name] = part[:used].cpu().numpy().view(dtype)
+    gathered: list[Columns] = []
+    for rank, row in enumerate(torch.stack(every_size).tolist()):
+        if not any(row):
+            continue
+        mine = rank == dist.get_rank(group)
+        data = _from_rank(rank, own if mine else np.empty(sum(row), np.uint8), device, group, mine=mine)
+        ends = np.cumsum(row).tolist()
+        pieces = {name: data[end - size : end] for name, size, end in zip(names, row, ends)}
+        gathered.append({name: piece.view(columns[name].dtype) for name, piece in pieces.items()})
     return gathered
+
+
+def _from_rank(
+    rank: int, data: npt.NDArray[np.uint8], device: torch.device, group: Any, *, mine: bool
+) -> npt.NDArray[np.uint8]:
+    source = rank if group is None else dist.get_global_rank(group, rank)
+    for start in range(0, len(data), _PIECE_BYTES):
+        here = torch.from_numpy(data[start : start + _PIECE_BYTES])
+        piece = here.to(device)
+        dist.broadcast(piece, source, group=group)
+        if not mine and piece.data_ptr() != here.data_ptr():
+            here.copy_(piece)
+    return data

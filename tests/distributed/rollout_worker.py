@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vcpo.config import RolloutConfig
+from megatron_vcpo.rollout import exchange
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
 from megatron_vcpo.rollout.engine import EngineError
 from megatron_vcpo.rollout.evaluate import Evaluation, evaluate
@@ -53,6 +54,39 @@ def scattered(count: int) -> list[Trajectory]:
 
 
 def check_exchange(rank: int, world: int) -> None:
+    for piece in (exchange._PIECE_BYTES, 7):
+        exchange._PIECE_BYTES = piece
+        check_shares(rank, world)
+    check_volume(rank, world)
+
+
+def check_volume(rank: int, world: int) -> None:
+    """What one rank has travels once; it is not padded, and no rank asks for the others' share of nothing."""
+    exchange._PIECE_BYTES = 1 << 16
+    length, sent = 100_000, []
+    broadcast, all_gather = dist.broadcast, dist.all_gather
+    dist.broadcast = lambda tensor, *args, **kwargs: (sent.append(tensor), broadcast(tensor, *args, **kwargs))
+    dist.all_gather = lambda out, tensor, **kwargs: (sent.extend(out), all_gather(out, tensor, **kwargs))
+    routes = np.arange(length + 3, dtype=np.int64)[:, None, None].astype(np.uint8)
+    own = trajectory(
+        response_ids=np.arange(length, dtype=np.int32),
+        behavior_logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+        response_mask=np.ones(length, np.bool_),
+        prompt_ids=np.arange(3, dtype=np.int32),
+        routed_experts=np.repeat(routes, 16, axis=2),
+    )
+    try:
+        (come,) = exchange_trajectories([own] if rank == 1 else [], device=CPU)
+    finally:
+        dist.broadcast, dist.all_gather = broadcast, all_gather
+    assert_same(come, own)
+    volume = sum(tensor.nbytes for tensor in sent)
+    assert length * 29 < volume < length * 29 + 4096, volume
+    assert max(tensor.nbytes for tensor in sent) == 1 << 16
+
+
+def check_shares(rank: int, world: int) -> None:
     everything = scattered(22)
     shares: list[Callable[[int], bool]] = [
         lambda number: number % world == rank,
