@@ -12,6 +12,7 @@ import torch
 
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.objective.corrections import CORRECTIONS
+from megatron_vcpo.rollout.routes import route_dtype
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -310,7 +311,22 @@ def _memory(args: argparse.Namespace, config: PluginConfig) -> str:
     lines = ["Memory of the fullest rank, estimated, GiB"]
     lines += [f"  {name:<{_WIDTH}} {size / _GIB:>8.2f}" for name, size in rows]
     lines.append(f"  The cache holds {cached:,} tokens: {cached // longest:,} of the longest sequences at a time.")
+    waiting = waiting_bytes(args, config) / _GIB
+    if waiting >= 0.5:
+        lines.append(f"  Every process keeps up to {waiting:.1f} GiB of waiting trajectories in the host's memory.")
     return "\n".join(lines)
+
+
+def waiting_bytes(args: argparse.Namespace, config: PluginConfig) -> int:
+    """Trajectories of a whole phase, all of the greatest length: every process holds all of them."""
+    rollout = config.rollout
+    trajectories = rollout.phase_steps(config.sync.interval) * rollout.prompts_per_step * rollout.responses_per_prompt
+    prompt, response = int(rollout.max_prompt_length or 0), rollout.max_response_length
+    routes = 0
+    if rollout.router_replay != "off":
+        routes = _sparse_layers(args) * args.moe_router_topk
+        routes *= route_dtype(args.num_experts, args.moe_router_topk).itemsize
+    return trajectories * ((prompt + response) * (4 + routes) + response * 9)  # log-probs, versions and the mask
 
 
 def _notes(args: argparse.Namespace, config: PluginConfig) -> str:

@@ -51,6 +51,8 @@ MOE: dict[str, dict[str, Any]] = {
         "parameters": "30,532,122,624",
         "layers with experts": "48 of 48",
         "ranks": "Rank map (16 processes, 4 engines of 4 ranks)",
+        # 2,560 trajectories of 5,120 tokens: an id and 48 x 8 experts each, and 9 bytes a token of the response
+        "waiting": 2560 * (5120 * (4 + 48 * 8) + 4096 * 9),
         "tp": 4,
         "gib": 80,
     },
@@ -60,6 +62,7 @@ MOE: dict[str, dict[str, Any]] = {
         "parameters": "671,026,419,200",
         "layers with experts": "58 of 61",
         "ranks": "Rank map (512 processes, 16 engines of 32 ranks)",
+        "waiting": 5120 * (5120 * (4 + 58 * 8) + 4096 * 9),
         "tp": 4,
         "gib": 131,  # 141 GB
     },
@@ -185,6 +188,7 @@ def test_a_script_for_experts_passes_the_dry_run(name: str, precision: str, tmp_
     assert value("--rollout-router-replay") == "rollout"
     assert value("layers from") == "transformer_engine"
     assert expected["ranks"] in text
+    assert f"up to {expected['waiting'] / (1 << 30):.1f} GiB of waiting trajectories in the host's memory" in text
     assert 0.4 * expected["gib"] < float(value("together")) < 0.9 * expected["gib"], "does not fit its GPUs"
     assert not (tmp_path / "save").exists()
 

@@ -1,7 +1,8 @@
 """Routes: the experts that served each token in each layer of experts, in as few bytes as will do.
 
 An array [rows, layers, k] of expert ids, layers counted over those that hold experts; row t belongs to token t of
-prompt + response. A row that nobody recorded holds the mark of its type in every place: 255 in uint8, -1 in int16.
+prompt + response. A row that nobody recorded holds the mark of its type in every place: 255 in uint8, -1 in int16. With
+two or more experts a token that is no possible row, so that a byte does for 256 experts too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ RouteArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
 _UINT8_MARK = 255
 
 
-def route_dtype(num_experts: int) -> np.dtype[Any]:
-    """The smallest type that holds every expert's id and the mark of a missing row."""
-    return np.dtype(np.uint8 if num_experts <= _UINT8_MARK else np.int16)
+def route_dtype(num_experts: int, k: int) -> np.dtype[Any]:
+    """The smallest type that holds every expert's id and the mark of a missing row, for k experts a token."""
+    largest = _UINT8_MARK + 1 if k > 1 else _UINT8_MARK
+    return np.dtype(np.uint8 if num_experts <= largest else np.int16)
 
 
 def compact_routes(routes: npt.NDArray[Any], *, num_experts: int, rows: int) -> RouteArray:
@@ -42,7 +44,7 @@ def compact_routes(routes: npt.NDArray[Any], *, num_experts: int, rows: int) -> 
     ordered = np.sort(known, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ValueError("a token was routed to one expert twice")
-    dtype = route_dtype(num_experts)
+    dtype = route_dtype(num_experts, ids.shape[2])
     out = np.full((rows, *ids.shape[1:]), _UINT8_MARK if dtype == np.uint8 else -1, dtype)
     out[: len(ids)][~missing] = known
     return out
@@ -52,5 +54,5 @@ def signed_routes(routes: RouteArray) -> npt.NDArray[np.int16]:
     """The same with -1 as the mark, whatever the type was."""
     signed = routes.astype(np.int16)
     if routes.dtype == np.uint8:
-        signed[routes == _UINT8_MARK] = -1
+        signed[(routes == _UINT8_MARK).all(axis=(1, 2))] = -1
     return signed
