@@ -23,20 +23,7 @@ def load_flow_state(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or belongs to another iteration.
     """
-    from megatron.training.checkpointing import get_checkpoint_name
-
-    path = Path(
-        get_checkpoint_name(
-            args.load,
-            args.iteration,
-            pipeline_parallel=args.pipeline_model_parallel_size > 1,
-            tensor_rank=0,
-            pipeline_rank=0,
-            expert_parallel=False,
-            expert_rank=0,
-            basename="train_dataloader_dprank000.pt",
-        )
-    )
+    path = _state_path(args)
     if not path.is_file():
         raise ConfigError(
             f"{path} is missing: the checkpoint holds no rollout state, so prompts and buffered trajectories would be "
@@ -49,6 +36,28 @@ def load_flow_state(args: argparse.Namespace) -> dict[str, Any]:
             f"{path} cannot be read ({type(error).__name__}): the checkpoint's rollout state is damaged; resume an "
             "earlier one with --ckpt-step, or add --finetune to start a new run from its weights."
         ) from error
+
+
+def _state_path(args: argparse.Namespace) -> Path:
+    """Megatron names the file by whether the run that saved it had pipeline stages; its contents know no layout."""
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    staged = args.pipeline_model_parallel_size > 1
+    names = [
+        get_checkpoint_name(
+            args.load,
+            args.iteration,
+            pipeline_parallel=pipeline_parallel,
+            tensor_rank=0,
+            pipeline_rank=0,
+            expert_parallel=False,
+            expert_rank=0,
+            basename="train_dataloader_dprank000.pt",
+        )
+        for pipeline_parallel in (staged, not staged)
+    ]
+    found = [Path(name) for name in names if Path(name).is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=Path(names[0]))
 
 
 def as_tensors(state: Any) -> Any:

@@ -156,6 +156,26 @@ def test_three_steps_resumed_for_three_more_equal_six_to_the_bit(start, single):
     assert "time/generate" not in metrics[3]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"],
+)
+def test_a_run_goes_on_in_another_layout_with_what_waited(start, single, layout):
+    metrics, _ = train(
+        start,
+        f"moved_to_{layout.split()[0].strip('-')}",
+        *("--load", str(start / "single_save"), "--ckpt-step", "3", "--train-iters", "6"),
+        *("--rollout-max-lag", "3", "--vcpo-ess-reference", "auto", *layout.split()),
+        processes=2,
+        fresh=False,
+    )
+    assert [record["iteration"] for record in metrics] == [4, 5, 6]
+    assert metrics[0]["lag_max"] == 3  # trained on what was waiting
+    for ours, theirs in zip(metrics, single[0][4:], strict=True):
+        for key in COMPARED:
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-4, abs=1e-6), (ours["iteration"], key)
+
+
 def test_an_engine_in_a_process_of_its_own_gives_the_same_samples_and_steps_to_the_bit(start, single):
     metrics, _ = train(
         start,
