@@ -257,14 +257,16 @@ class PolicyStep:
             num_tokens=float(batch.num_response_tokens),
             max_response_length=self.settings.max_response_length,
         )
+        usable = torch.isfinite(measured.log_weights) & torch.isfinite(batch.rewards)
         result = trajectory_baselines_with_fallbacks(
             rewards=batch.rewards,
             group_ids=batch.group_ids,
             log_energies=log_energies,
             config=self.config,
-            usable=torch.isfinite(measured.log_weights),
+            usable=usable,
         )
-        self._scored_fallbacks = float(result.fallback.sum().item()) / max(1, batch.num_trajectories)
+        fallbacks = float((result.fallback & usable).sum().item())
+        self._scored_fallbacks = fallbacks / max(1, batch.num_trajectories)
         batch.baselines = result.values
 
     def applied_factors(self, log_weights: Tensor, lengths: Tensor) -> Tensor:

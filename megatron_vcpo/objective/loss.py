@@ -415,7 +415,8 @@ def _metrics(
         "entropy": over(batch.entropy, batch.mask),
         "kl": over(kl, batch.mask),
         "nonfinite_trajectories": over(~batch.usable, everything),
-        "vetoed": over(dropped, batch.usable),
-        "baseline_fallbacks": over(baselines.fallback, batch.usable),
+        # Shares of all trajectories, so that times N they are counts.
+        "vetoed": over(dropped & batch.usable, everything),
+        "baseline_fallbacks": over(baselines.fallback & batch.usable, everything),
         "response_length": over(batch.lengths, batch.usable),
     }

@@ -58,6 +58,7 @@ FOUR = (
     (Layout(tp=2, pp=2), ("tied",)),
     (Layout(tp=2, sp=True, pp=2), ("moe_tied",)),
     (Layout(pp=2, ep=2), ("moe_tied",)),
+    (Layout(tp=2, cp=2), DENSE),
     (Layout(tp=2, sp=True, cp=2), ("tied", "moe")),
     (Layout(cp=2, ep=2), ("moe_tied",)),
     (Layout(pp=2, cp=2), ("tied",)),

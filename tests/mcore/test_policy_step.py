@@ -271,3 +271,23 @@ def test_a_trajectory_that_is_not_finite_leaves_every_denominator(groups, aggreg
     assert metrics["nonfinite_trajectories"] == pytest.approx(1 / 8)
     torch.testing.assert_close(ours, gradient, rtol=1e-5, atol=1e-7)
     assert float(ours.norm()) > 1e-3
+
+
+def test_vetoes_and_fallbacks_are_shares_of_all_trajectories_however_the_minibatch_is_packed(groups):
+    """Counts are these shares times N; the first group is rejected, one of the second left, one of the third vetoed."""
+    batch = []
+    for t in make_trajectories(count=12):
+        rejected = t.group_id == 0 or (t.group_id == 1 and t.index > 0)
+        behavior = t.behavior_logprobs.copy()
+        if t.group_id == 2 and t.index == 0:
+            behavior[0] = 20.0
+        batch.append(dataclasses.replace(t, behavior_logprobs=behavior, reward=np.nan if rejected else t.reward))
+    for budget in (24, 96, 400):
+        tiny = build_tiny_gpt(groups)
+        config = VCPOConfig(
+            correction="none", baseline="opob-leave-one-out", veto_ratio=1e-6, tokens_per_micro_batch=budget
+        )
+        metrics, _ = run_step(tiny, register(tiny, config), batch)
+        counts = {name: 12 * metrics[name] for name in ("vetoed", "baseline_fallbacks", "nonfinite_trajectories")}
+        # The one that is alone in its group has no others to take a baseline from.
+        assert counts == pytest.approx({"vetoed": 1, "baseline_fallbacks": 1, "nonfinite_trajectories": 7}), budget

@@ -190,7 +190,7 @@ class VectorContribution:
         if self.share.group is not None:
             total = total.clone()
             dist.all_reduce(total, group=self.share.group)
-            counts = dist.get_rank(self.share.group) == 0
+            counts = counts and dist.get_rank(self.share.group) == 0
         if counts:
             members = torch.from_numpy(self.rows.members).to(into.device)
             into.index_add_(0, members, total.double().square().sum(1))
