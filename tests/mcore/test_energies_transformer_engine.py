@@ -77,25 +77,25 @@ def rows_of(ids):
     return Rows(ids=ids, device=torch.device("cpu"), members=np.arange(3))
 
 
-def by_autograd(module, run, ids):
-    """Energies [N], and sum_i WEIGHTS_i * gradient_i of every parameter."""
+def by_autograd(module, run, ids, trainable):
+    """Energies [N], and sum_i WEIGHTS_i * gradient_i of every parameter that is trained."""
     energies, weighted = torch.zeros(3).double(), {}
     for i in range(3):
         grads = torch.autograd.grad(run(torch.from_numpy(ids == i)), list(module.parameters()), allow_unused=True)
         for (name, _), grad in zip(module.named_parameters(), grads):
-            if grad is not None:
+            if grad is not None and name in trainable:
                 energies[i] += grad.square().sum()
                 weighted[name] = weighted.get(name, 0.0) + WEIGHTS[i] * grad
     return energies, weighted
 
 
-def by_rule(rule, module, run, name="decoder.layers.0.mlp.layer", experts=None):
+def by_rule(rule, module, run, trainable, name="decoder.layers.0.mlp.layer", experts=None):
     """The same from one backward with frozen parameters."""
     undo, kept, everything = [], [], Layout(tp=None, cp=None, tp_cp=None, pp=None, dp_cp=None, embd=None, experts=None)
     collector = EnergyCollector(
         everything,
         num_trajectories=3,
-        trainable=frozenset(id(p) for p in module.parameters()),
+        trainable=frozenset(id(p) for name, p in module.named_parameters() if name in trainable),
         tied=False,
         device=torch.device("cpu"),
         sink=lambda param, contribution: kept.append((param, contribution)),
@@ -120,8 +120,9 @@ def by_rule(rule, module, run, name="decoder.layers.0.mlp.layer", experts=None):
     return collector.table, weighted
 
 
-def check(rule, module, forward, width, kinds, ids=IDS, **options):
+def check(rule, module, forward, width, kinds, ids=IDS, trainable=None, **options):
     torch.manual_seed(0)
+    trainable = trainable or [name for name, _ in module.named_parameters()]
     x = torch.randn(len(IDS), 1, width).double().requires_grad_()
     target = torch.randn(1000).double()
 
@@ -130,8 +131,8 @@ def check(rule, module, forward, width, kinds, ids=IDS, **options):
         inside = mask & torch.from_numpy(ids >= 0)
         return (torch.tanh(out) * target[: out.size(1)]).sum(1)[inside].sum()
 
-    expected, gradients = by_autograd(module, run, ids)
-    table, ours = by_rule(rule, module, run, **options)
+    expected, gradients = by_autograd(module, run, ids, trainable)
+    table, ours = by_rule(rule, module, run, trainable, **options)
     torch.testing.assert_close(table.sum(0), expected, rtol=1e-12, atol=0)
     assert {kind for kind, row in zip(KINDS, table) if row.any()} == set(kinds)
     assert ours.keys() == gradients.keys()
@@ -144,6 +145,15 @@ def check(rule, module, forward, width, kinds, ids=IDS, **options):
 def test_fused_norm_and_linear(normalization, zero_centered):
     module = LayerNormLinear(6, 5, normalization, zero_centered)
     check(te_layer_norm_linear, module, lambda x: module(x)[0], 6, {"linear", "norm", "bias"})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("weight", "linear"), ("bias", "bias"), ("layer_norm_weight", "norm"), ("layer_norm_bias", "norm")],
+)
+def test_fused_norm_and_linear_of_which_one_parameter_is_trained(name, kind):
+    module = LayerNormLinear(6, 5, "LayerNorm", False)
+    check(te_layer_norm_linear, module, lambda x: module(x)[0], 6, {kind}, trainable=[name])
 
 
 @pytest.mark.parametrize("mode", ["column", "row", None])

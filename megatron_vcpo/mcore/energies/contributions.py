@@ -68,6 +68,12 @@ def working(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
+def weigh(g: Tensor, factors: Tensor) -> Tensor:
+    """Rows [t, d] times their factors [t], in at least fp32: rounded to half precision a factor would be another."""
+    (g,) = working(g)
+    return g * factors.to(g.dtype)[:, None]
+
+
 class OpenProducts:
     """Gradients of trajectories whose rows come in pieces, as those of an output layer that runs chunk by chunk."""
 
@@ -160,7 +166,7 @@ class MatrixContribution:
         factors, keep = self.rows.coefficients(coefficients)
         x, g = (self.x, self.g) if keep is None else (self.x[keep], self.g[keep])
         dtype = torch.promote_types(x.dtype, g.dtype)
-        weighted, x = (g * factors.to(g.dtype)[:, None]).to(dtype), x.to(dtype)
+        weighted, x = weigh(g, factors).to(dtype), x.to(dtype)
         if into.dtype == dtype:
             into.addmm_(weighted.t(), x)
         else:
@@ -229,5 +235,5 @@ class EmbeddingContribution:
     def add_gradient(self, into: Tensor, coefficients: Values) -> None:
         factors, keep = self.rows.coefficients(coefficients)
         g, words = (self.g, self.words) if keep is None else (self.g[keep], self.words[keep])
-        own, g_own = self._of_shard(words, g * factors.to(g.dtype)[:, None])
+        own, g_own = self._of_shard(words, weigh(g, factors))
         into.index_add_(0, own, g_own.to(into.dtype))

@@ -194,7 +194,7 @@ def router(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> No
     def wrap(base: Any) -> Callable[[Tensor], Tensor]:
         def gating(input: Tensor) -> Tensor:
             logits = base(input)
-            if collector.listens(logits, module.weight):
+            if any(collector.listens(logits, param) for param in (module.weight, module.bias)):
                 rows = collector.rows(logits.numel() // logits.size(-1))
 
                 def weight_contribution(g: Tensor) -> Contribution:

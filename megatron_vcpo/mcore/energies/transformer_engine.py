@@ -60,7 +60,8 @@ def te_layer_norm_linear(collector: EnergyCollector, name: str, module: Any, und
 
     def hook(module: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> None:
         out, layout = outputs[0], collector.layout
-        if not collector.listens(out, module.weight):
+        parameters = (module.weight, module.bias, module.layer_norm_weight, module.layer_norm_bias)
+        if not any(collector.listens(out, param) for param in parameters):
             return
         x, split = inputs[0].detach(), module.sequence_parallel and layout.tp_size > 1
         rows = collector.rows(_rows(out))
