@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,23 @@ def test_a_cluster_script_starts_torchrun_without_the_dry_run(tmp_path: Path) ->
     assert words[words.index("-m") + 1] == "megatron_vcpo.train"
     assert words[-2:] == ["--seed", "5"]
     assert "--vcpo-dry-run-processes" not in words
+
+
+def test_a_cluster_script_finds_the_torchrun_of_make_setup_where_none_is_on_the_path(tmp_path: Path) -> None:
+    script = tmp_path / "examples" / "llama" / "llama3_8b.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(script_of("llama3_8b").read_text())
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "dirname").symlink_to(shutil.which("dirname") or "/usr/bin/dirname")
+    run = partial(subprocess.run, [shutil.which("bash"), script], capture_output=True, text=True, cwd=tmp_path)
+    without = run(env={"PATH": str(tmp_path / "path")})
+    assert (without.returncode, without.stdout) == (127, "")
+    assert "torchrun: command not found" in without.stderr
+    torchrun = tmp_path / ".venv" / "bin" / "torchrun"
+    torchrun.parent.mkdir(parents=True)
+    torchrun.write_text('#!/bin/sh\necho "$0"\n')
+    torchrun.chmod(0o755)
+    assert run(env={"PATH": str(tmp_path / "path")}).stdout == f"{torchrun}\n"
 
 
 @pytest.mark.parametrize("name", MOE)

@@ -3,6 +3,9 @@
 # reinforcement on stale rollouts, with real Megatron-Core, real vLLM, the VCPO loss and the ESS-aware scheduler.
 #
 #   bash examples/llama/demo.sh [SEED [FOLDER [more flags for the reinforcement phase]]]
+#
+# A repeated flag wins over the one below. FOLDER is where the run goes (runs/demo_seed<SEED> by default); --rollout-run-dir,
+# --load and --rollout-tokenizer are the script's own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -53,9 +56,9 @@ if [ -e "$RUN" ]; then
 fi
 mkdir -p "$RUN"
 "$PYTHON" examples/char_tokenizer.py "$RUN/tokenizer"
-echo "1. Supervised warm-up (70 steps)"
+echo "1. Supervised warm-up"
 run "$RUN/warm_up.log" megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${WARM_UP_ARGS[@]}"
-echo "2. Reinforcement on rollouts that are up to 7 steps old (144 steps)"
+echo "2. Reinforcement on stale rollouts"
 run "$RUN/train.log" megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${REINFORCEMENT_ARGS[@]}" "$@"
 echo "3. The picture"
 "$PYTHON" tools/plot_run.py "$RUN"

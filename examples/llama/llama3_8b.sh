@@ -2,7 +2,7 @@
 # Llama-3-8B on GSM8K with the settings of the VCPO paper (arXiv 2602.17616) for that task: rollouts up to 12 steps old.
 #
 #     examples/llama/llama3_8b.sh [any further flag; a repeated one wins]
-#     examples/llama/llama3_8b.sh --fp16              trains and samples in FP16, not in BF16: a tenth of the mismatch
+#     examples/llama/llama3_8b.sh --fp16              FP16 in trainer and engine (why: docs/mismatch.md)
 #     examples/llama/llama3_8b.sh --vcpo-dry-run      checks every flag, on any machine, and starts nothing
 #
 # Wants 8 GPUs of 80 GB. The prompt files are those of GSM8K: one JSON object a line, with "question" and "answer".
@@ -104,8 +104,10 @@ ROLLOUT_ARGS=(
     --sync-interval 1
 )
 
+TORCHRUN=torchrun # the active environment's, or else that of `make setup`
+if ! command -v torchrun > /dev/null && [ -x "$ROOT/.venv/bin/torchrun" ]; then TORCHRUN=$ROOT/.venv/bin/torchrun; fi
 LAUNCH=(
-    torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE"
+    "$TORCHRUN" --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE"
     --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS"
 )
 for flag in "$@"; do
@@ -117,7 +119,7 @@ for flag in "$@"; do
         PARALLEL_ARGS+=(--vcpo-dry-run-processes $((NNODES * GPUS_PER_NODE)))
     fi
 done
-if [[ ${LAUNCH[0]} == torchrun && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
+if [[ ${LAUNCH[0]} == "$TORCHRUN" && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
     echo "RENDEZVOUS in $0 names localhost, on each of the $NNODES machines another: write one machine's host:port." >&2
     exit 2
 fi

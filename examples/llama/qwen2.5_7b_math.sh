@@ -2,7 +2,7 @@
 # Qwen2.5-7B on MATH with the settings of the VCPO paper (arXiv 2602.17616): rollouts up to 10 optimizer steps old.
 #
 #     examples/llama/qwen2.5_7b_math.sh [any further flag; a repeated one wins]
-#     examples/llama/qwen2.5_7b_math.sh --fp16              trains and samples in FP16, not in BF16: a tenth of the mismatch
+#     examples/llama/qwen2.5_7b_math.sh --fp16              FP16 in trainer and engine (why: docs/mismatch.md)
 #     examples/llama/qwen2.5_7b_math.sh --vcpo-dry-run      checks every flag, on any machine, and starts nothing
 #
 # Wants 8 GPUs of 80 GB. The prompt files hold one JSON object a line, with "problem" and "solution" (or "answer").
@@ -105,8 +105,10 @@ ROLLOUT_ARGS=(
     --sync-interval 1
 )
 
+TORCHRUN=torchrun # the active environment's, or else that of `make setup`
+if ! command -v torchrun > /dev/null && [ -x "$ROOT/.venv/bin/torchrun" ]; then TORCHRUN=$ROOT/.venv/bin/torchrun; fi
 LAUNCH=(
-    torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE"
+    "$TORCHRUN" --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE"
     --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS"
 )
 for flag in "$@"; do
@@ -118,7 +120,7 @@ for flag in "$@"; do
         PARALLEL_ARGS+=(--vcpo-dry-run-processes $((NNODES * GPUS_PER_NODE)))
     fi
 done
-if [[ ${LAUNCH[0]} == torchrun && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
+if [[ ${LAUNCH[0]} == "$TORCHRUN" && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
     echo "RENDEZVOUS in $0 names localhost, on each of the $NNODES machines another: write one machine's host:port." >&2
     exit 2
 fi

@@ -3,7 +3,7 @@
 # to 4 optimizer steps old, the engine's experts replayed in training.
 #
 #     examples/moe/deepseek_v3.sh [any further flag; a repeated one wins]
-#     examples/moe/deepseek_v3.sh --fp16              trains and samples in FP16, not in BF16: a tenth of the mismatch
+#     examples/moe/deepseek_v3.sh --fp16              FP16 in trainer and engine (why: docs/mismatch.md)
 #     examples/moe/deepseek_v3.sh --vcpo-dry-run      checks every flag, on any machine, and starts nothing
 #
 # Wants 64 machines of 8 GPUs of 141 GB; start it on each. The checkpoint must be one in BF16 without the layers for
@@ -141,8 +141,10 @@ ROLLOUT_ARGS=(
     --sync-interval 1
 )
 
+TORCHRUN=torchrun # the active environment's, or else that of `make setup`
+if ! command -v torchrun > /dev/null && [ -x "$ROOT/.venv/bin/torchrun" ]; then TORCHRUN=$ROOT/.venv/bin/torchrun; fi
 LAUNCH=(
-    torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE"
+    "$TORCHRUN" --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE"
     --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS"
 )
 for flag in "$@"; do
@@ -154,7 +156,7 @@ for flag in "$@"; do
         PARALLEL_ARGS+=(--vcpo-dry-run-processes $((NNODES * GPUS_PER_NODE)))
     fi
 done
-if [[ ${LAUNCH[0]} == torchrun && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
+if [[ ${LAUNCH[0]} == "$TORCHRUN" && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
     echo "RENDEZVOUS in $0 names localhost, on each of the $NNODES machines another: write one machine's host:port." >&2
     exit 2
 fi

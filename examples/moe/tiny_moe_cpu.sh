@@ -6,12 +6,13 @@
 #     make setup
 #     bash examples/moe/tiny_moe_cpu.sh [flags of the second phase]
 #
-# Flags given at the end win over those below; --seed 2 runs the second phase with another seed.
+# Flags given at the end win over those below; --seed 2 runs the second phase with another seed. The run goes to the folder
+# RUN_DIR, a new one by default; --rollout-run-dir, --load and --rollout-tokenizer are the script's own.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 PYTHON=$ROOT/.venv/bin/python
-RUN=runs/tiny_moe_$(date +%Y%m%d-%H%M%S)
+RUN=${RUN_DIR:-runs/tiny_moe_$(date +%Y%m%d-%H%M%S)}
 export PYTHONPATH=$ROOT OMP_NUM_THREADS=1
 
 MODEL_ARGS=(
@@ -36,7 +37,7 @@ MODEL_ARGS=(
 )
 TASK_ARGS=(
     --rollout-tokenizer "$RUN/tokenizer"
-    --rollout-environment builtin:sort_digits
+    --rollout-environment sort_digits
     --rollout-environment-config '{"n_digits": 6, "prompt_template": "{digits}:"}'
     --rollout-max-response-length 8
     --vcpo-tokens-per-micro-batch 4096
@@ -87,12 +88,16 @@ run() {
     fi
 }
 
+if [ -e "$RUN" ]; then
+    echo "$RUN is there already; remove it, or choose another RUN_DIR." >&2
+    exit 2
+fi
 mkdir -p "$RUN"
 "$PYTHON" "$ROOT/examples/char_tokenizer.py" "$RUN/tokenizer"
-echo "1. Supervised warm-up (45 steps)"
+echo "1. Supervised warm-up"
 run "$RUN/warm_up.log" megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
     "${WARM_UP_ARGS[@]}"
-echo "2. VCPO on rollouts that are up to 3 steps old (160 steps)"
+echo "2. VCPO on stale rollouts"
 run "$RUN/train.log" megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
     "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
 echo "3. The picture"
