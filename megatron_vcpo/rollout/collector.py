@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome, RewardPool
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from megatron_vcpo.rollout.trajectory import Trajectory
 
-_SHOWN_ERRORS = 3  # rejected rewards that a phase explains, on each rank
+_SHOWN_ERRORS = 3  # rejected rewards that a phase explains on each rank, or one of each kind where there are more kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,15 +160,27 @@ class RolloutCollector:
         )
 
     def _explain(self, samples: list[tuple[DrawnPrompt, int]], outcomes: list[RewardOutcome]) -> None:
-        failed = [(s, o.error) for s, o in zip(samples, outcomes) if o.reward is None]
-        for (drawn, index), error in failed[:_SHOWN_ERRORS]:
+        failed = [(s, o) for s, o in zip(samples, outcomes) if o.reward is None]
+        counts: Counter[str | None] = Counter()
+        turns: list[int] = []  # how many of its kind came before
+        for _, outcome in failed:
+            turns.append(counts[outcome.kind])
+            counts[outcome.kind] += 1
+        # One of each kind first: hundreds of the same would hide the one that differs.
+        shown = sorted(range(len(failed)), key=turns.__getitem__)[: max(_SHOWN_ERRORS, len(counts))]
+        for number in shown:
+            (drawn, index), outcome = failed[number]
             print(
                 f"megatron_vcpo: rejected group {drawn.group_id} response {index} (prompt {drawn.prompt_index}): "
-                f"{error}",
+                f"{outcome.error}",
                 file=sys.stderr,
             )
-        if len(failed) > _SHOWN_ERRORS:
-            print(f"megatron_vcpo: ... and {len(failed) - _SHOWN_ERRORS} more in this phase", file=sys.stderr)
+        if len(failed) > len(shown):
+            kinds = ", ".join(f"{kind} {number}" for kind, number in counts.most_common())
+            print(
+                f"megatron_vcpo: ... and {len(failed) - len(shown)} more in this phase; all together: {kinds}",
+                file=sys.stderr,
+            )
 
 
 def judge(

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from megatron_vcpo.config import RolloutConfig
+from megatron_vcpo.environments import Prompt
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, response_seed
 from megatron_vcpo.rollout.engine import EngineError
 from megatron_vcpo.rollout.evaluate import evaluate
-from megatron_vcpo.rollout.sampler import PromptSampler
+from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome
+from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from tests.oracle.fake_engine import CountedCharacters, FakeEngine, InlineRewards
 from tests.oracle.tiny_models import EOS, character_tokenizer
 from tests.oracle.trajectories import assert_same
@@ -91,6 +93,24 @@ def test_failed_rewards_leave_their_trajectories_out_and_are_counted_by_kind(cap
     assert phase.rejected_by_kind == expected
     assert phase.rejected == last.count(first) + last.count(second)
     assert "it could not be judged" in capsys.readouterr().err
+
+
+def test_a_phase_explains_one_rejection_of_each_kind_first(capsys):
+    samples = [(DrawnPrompt(group_id=9, prompt_index=i, prompt=Prompt(text=""), ids=[]), i) for i in range(40)]
+
+    def lines(*kinds):
+        outcomes = [RewardOutcome(reward=None, kind=kind, error=f"it {kind}") for kind in kinds]
+        collector()._explain(samples, [*outcomes, RewardOutcome(reward=1.0)])
+        return capsys.readouterr().err.replace("megatron_vcpo: rejected group 9 ", "").splitlines()
+
+    assert lines() == []
+    assert lines("timeout", "timeout") == [f"response {i} (prompt {i}): it timeout" for i in (0, 1)]
+    assert lines(*["raised"] * 20, "died", *["raised"] * 5) == [
+        *("response 0 (prompt 0): it raised", "response 20 (prompt 20): it died", "response 1 (prompt 1): it raised"),
+        "megatron_vcpo: ... and 23 more in this phase; all together: raised 25, died 1",
+    ]
+    assert len(lines(*KINDS)) == 4
+    assert len(lines(*KINDS * 9)) == 5
 
 
 @pytest.mark.parametrize("engines", [2, 3, 8])
