@@ -48,9 +48,13 @@ class PartialFolder:
 
     def __init__(self, target: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
         self.target = target.absolute()
+        if self.target.name in ("", ".."):
+            raise CheckpointError(f"{target} is not the name of a folder that can be made; name a new one.")
         self.path = self.target.with_name(self.target.name + ".partial")
+        self._old = self.target.with_name(self.target.name + ".old")
         self._settings = settings
         self._refuse_target(overwrite)
+        self._refuse_foreign()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._journal: IO[str] = (self.path / _JOURNAL).open("a+")
@@ -100,25 +104,59 @@ class PartialFolder:
         with self.file(name) as part:
             part.path.write_text(text)
 
+    def adopt(self, name: str) -> None:
+        """Note a file that another package wrote under its own name; it has to be complete."""
+        path = self.path / name
+        _sync(path)
+        self._note({"file": name, "bytes": path.stat().st_size, "record": None})
+        self.finished[name] = None
+
     def commit(self) -> None:
-        """Give the folder its name. Everything that makes it loadable has to be in it."""
+        """Give the folder its name. Everything that makes it loadable has to be in it.
+
+        Raises:
+            CheckpointError: a file is in it that is not in the journal.
+        """
         self.write_text(PROVENANCE, json.dumps(self._settings, indent=2) + "\n")
-        old = self.target.with_name(self.target.name + ".old")
+        if strays := [str(path.relative_to(self.path)) for path in self._strays()]:
+            raise CheckpointError(
+                f"{self.path} holds {', '.join(sorted(strays)[:3])}, which this conversion did not write; take it out "
+                "and give the same command again."
+            )
         if self.target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self.target.rename(old)
+            shutil.rmtree(self._old, ignore_errors=True)
+            self.target.rename(self._old)
         self.path.rename(self.target)
         _sync(self.target.parent)
         self._journal.close()
         (self.target / _JOURNAL).unlink()
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._old, ignore_errors=True)
 
     def close(self) -> None:
         """Let another process go on."""
         self._journal.close()
 
+    def discard(self) -> None:
+        """Remove what was written, where nothing can go on after it."""
+        shutil.rmtree(self.path)
+        self._journal.close()
+
+    def _refuse_foreign(self) -> None:
+        """What stands beside the target under the names that are used here has to be this class's work."""
+        journal = self.path / _JOURNAL
+        if _is_filled(self.path) and not (journal.is_file() and (journal.stat().st_size or _is_alone(journal))):
+            raise CheckpointError(
+                f"{self.path} is in the way: it holds no conversion that was begun; move it or choose another folder."
+            )
+        if _is_filled(self._old) and not (self._old / PROVENANCE).is_file():
+            raise CheckpointError(f"{self._old} is in the way: no converter wrote it; move it or choose another folder.")
+
     def _refuse_target(self, overwrite: bool) -> None:
-        if not self.target.exists() or (self.target.is_dir() and not any(self.target.iterdir())):
+        if self.target.is_symlink():
+            raise CheckpointError(
+                f"{self.target} is a symbolic link to {os.readlink(self.target)}; name the folder itself."
+            )
+        if not _is_filled(self.target):
             return
         if not overwrite:
             raise CheckpointError(f"{self.target} exists already; choose another folder or give --overwrite.")
@@ -144,7 +182,7 @@ class PartialFolder:
             text = self._journal.read()
             # a line that a killed process began is no line
             lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-            settings = lines[0]["settings"] if lines else {}
+            settings = dict(lines[0]["settings"]) if lines else {}
             files = [(str(line["file"]), int(line["bytes"]), line["record"]) for line in lines[1:]]
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -166,6 +204,13 @@ class PartialFolder:
         for name, size, record in files:
             if (self.path / name).is_file() and (self.path / name).stat().st_size == size:
                 self.finished[name] = record
+        for path in self._strays():  # a killed process leaves its own temporary files, and those of other packages
+            path.unlink()
+
+    def _strays(self) -> list[Path]:
+        """Files that are not in the journal."""
+        known = {self.path / name for name in (*self.finished, _JOURNAL)}
+        return [path for path in self.path.rglob("*") if path not in known and (path.is_symlink() or not path.is_dir())]
 
     def _note(self, line: dict[str, Any]) -> None:
         self._journal.write(json.dumps(line) + "\n")
@@ -179,6 +224,15 @@ class PartialFolder:
         if isinstance(error, OSError) and error.errno is not None:
             return error.errno in (errno.ENOSPC, errno.EDQUOT)
         return "No space left" in str(error) or shutil.disk_usage(self.path).free < _FULL_DISK_BYTES
+
+
+def _is_filled(path: Path) -> bool:
+    """Whether something is there that is more than an empty folder."""
+    return path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
+
+
+def _is_alone(path: Path) -> bool:
+    return len(list(path.parent.iterdir())) == 1
 
 
 def _sync(path: Path) -> None:

@@ -23,6 +23,7 @@ from megatron_vcpo.sync.naming import ParameterSpec
 
 # Megatron starts at iteration 0, without optimizer state, from a checkpoint of this name.
 RELEASE = "release"
+_MEGATRONS_OWN = (".metadata", "metadata.json")  # what dist_checkpointing writes beside the planned files
 # One key for each layer, as Megatron's newer checkpoints have it: the older form of one tensor for all layers cannot
 # be loaded by a model whose --moe-layer-freq is a list.
 CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
@@ -75,6 +76,8 @@ def convert_to_megatron(
         strategy = StreamingSave(folder, RELEASE, units, shard_bytes=options.shard_bytes, progress=progress)
         folder.missing_bytes(strategy.planned_bytes)
         _save(strategy, source, entries, folder.path / RELEASE, args, options)
+        for name in _MEGATRONS_OWN:
+            folder.adopt(f"{RELEASE}/{name}")
         flags_text = _launch_flags(source_dir, source, target, options)
         folder.write_text(FLAGS_FILE, flags_text)
         folder.write_text(TRACKER, RELEASE)  # last: without it nothing loads

@@ -137,3 +137,68 @@ def test_a_damaged_journal_is_named(tmp_path: Path, damage: bytes) -> None:
     journal.write_bytes(journal.read_bytes() + damage)
     with pytest.raises(CheckpointError, match=r"journal of .*out\.partial is damaged .* remove that folder"):
         PartialFolder(tmp_path / "out", SETTINGS)
+
+
+@pytest.mark.parametrize("settings", [b"3", b"[]", b'"x"', b"null"])
+def test_a_journal_whose_settings_are_none_is_named(tmp_path: Path, settings: bytes) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "journal.jsonl").write_bytes(b'{"settings": ' + settings + b"}\n")
+    with pytest.raises(CheckpointError, match=r"journal of .*out\.partial is damaged|another dtype, source"):
+        PartialFolder(tmp_path / "out", SETTINGS)
+
+
+def test_files_that_a_killed_process_left_are_not_published(tmp_path: Path) -> None:
+    first = PartialFolder(tmp_path / "out", SETTINGS)
+    write(first, "release/a", "1")
+    first.close()
+    for name in (".tmpXq3", "b.tmp", "release/.tmpYz1", "release/c"):
+        (tmp_path / "out.partial" / name).write_text("half")
+    second = PartialFolder(tmp_path / "out", SETTINGS)
+    write(second, "b", "2")
+    second.commit()
+    found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert found == {"release/a", "b", "conversion.json"}
+
+
+def test_a_file_that_no_conversion_wrote_is_not_published(tmp_path: Path) -> None:
+    folder = PartialFolder(tmp_path / "out", SETTINGS)
+    write(folder, "a", "1")
+    for name in ("b", "c"):
+        (folder.path / name).write_text("2")
+    folder.adopt("b")
+    with pytest.raises(CheckpointError, match=r"out\.partial holds c, which this conversion did not write"):
+        folder.commit()
+    (folder.path / "c").unlink()
+    folder.commit()
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"a", "b", "conversion.json"}
+
+
+@pytest.mark.parametrize("name", ["out.partial", "out.old"])
+@pytest.mark.parametrize("files", [{"thesis.txt": "years"}, {"thesis.txt": "years", "journal.jsonl": ""}])
+def test_what_it_did_not_make_stays(tmp_path: Path, name: str, files: dict[str, str]) -> None:
+    (tmp_path / name).mkdir()
+    for file, text in files.items():
+        (tmp_path / name / file).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{name} is in the way"):
+        PartialFolder(tmp_path / "out", SETTINGS)
+    assert {p.name: p.read_text() for p in (tmp_path / name).iterdir()} == files
+
+
+@pytest.mark.parametrize("target", ["/", ".."])
+def test_a_target_without_a_name_is_refused(target: str) -> None:
+    with pytest.raises(CheckpointError, match="is not the name of a folder that can be made"):
+        PartialFolder(Path(target), SETTINGS)
+
+
+def test_a_symbolic_link_is_no_target(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"out is a symbolic link to .*nowhere; name the folder itself"):
+        PartialFolder(tmp_path / "out", SETTINGS)
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
+    folder = PartialFolder(tmp_path / "out", SETTINGS)
+    write(folder, "a", "1")
+    folder.discard()
+    assert not list(tmp_path.iterdir())
