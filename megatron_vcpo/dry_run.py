@@ -13,6 +13,7 @@ import torch
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.objective.corrections import CORRECTIONS
 from megatron_vcpo.rollout.routes import route_dtype
+from megatron_vcpo.sync.verify import DEFAULT_TOLERANCE
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -32,7 +33,7 @@ def report(args: argparse.Namespace, config: PluginConfig) -> str:
         "VCPO dry run: every flag was checked, nothing was started.",
         _model(args, config),
         _flow(args, config),
-        _configuration(config),
+        _configuration(args, config),
         _rank_map(args, config),
         _memory(args, config),
         _notes(args, config),
@@ -98,18 +99,36 @@ def _learning_rate(args: argparse.Namespace, config: PluginConfig) -> str:
     return f"{args.lr:g} ({args.lr_decay_style}) x {scale}"
 
 
-def _configuration(config: PluginConfig) -> str:
-    correction = CORRECTIONS[config.vcpo.correction]
-    implied = {"correction_lower": correction.lower, "correction_upper": correction.upper}
+def _configuration(args: argparse.Namespace, config: PluginConfig) -> str:
+    implied = _implied(args, config)
     lines = ["Resolved configuration"]
     for prefix in ("vcpo", "rollout", "sync"):
         group: Any = getattr(config, prefix)
         for field in dataclasses.fields(group):
-            value = getattr(group, field.name)
-            value = implied.get(field.name) if value is None and field.name in implied else value
+            flag, value = f"--{prefix}-{field.name}".replace("_", "-"), getattr(group, field.name)
+            value = implied.get(flag) if value is None or value == "auto" else value
             text = "-" if value is None else " ".join(str(value).split())
-            lines.append(f"  {f'--{prefix}-{field.name}'.replace('_', '-'):<{_WIDTH}} {text}")
+            lines.append(f"  {flag:<{_WIDTH}} {text}")
     return "\n".join(lines)
+
+
+def _implied(args: argparse.Namespace, config: PluginConfig) -> dict[str, object]:
+    """What the run takes for a flag that was left to it."""
+    from megatron_vcpo.rollout_flow import _QUANTIZED_TOLERANCE
+
+    correction, rollout = CORRECTIONS[config.vcpo.correction], config.rollout
+    dtype = str(args.params_dtype).removeprefix("torch.") if rollout.engine_dtype == "auto" else rollout.engine_dtype
+    rounding = DEFAULT_TOLERANCE[getattr(torch, dtype)]
+    return {
+        "--vcpo-correction-lower": correction.lower,
+        "--vcpo-correction-upper": correction.upper,
+        "--vcpo-ess-reference": "auto",  # known after the first steps
+        "--vcpo-dry-run-processes": args.world_size,
+        "--rollout-steps-per-phase": rollout.phase_steps(config.sync.interval),
+        "--rollout-engine-dtype": dtype,
+        "--rollout-run-dir": args.save or "runs/<date-time>",
+        "--sync-verify-tolerance": _QUANTIZED_TOLERANCE if rollout.engine_quantization else rounding,
+    }
 
 
 # ---------------------------------------------------------------------- ranks

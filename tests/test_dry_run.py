@@ -323,6 +323,31 @@ def test_bounds_of_the_correction_are_shown_resolved(tmp_path: Path, monkeypatch
     assert re.search(r"--vcpo-correction-upper +5\.0", text)
 
 
+def test_what_the_run_would_choose_is_shown_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = CommandLine(tmp_path, monkeypatch)
+
+    def values(*flags: str) -> dict[str, str]:
+        rows = re.findall(r"^  (--\S+) +(.*)$", dry_run.report(*line.check(*flags)), re.MULTILINE)
+        return {flag.removeprefix("--"): value for flag, value in rows}
+
+    found = values("--rollout-max-lag", "3", "--vcpo-ess-reference", "auto")
+    assert found["rollout-steps-per-phase"] == "4"
+    assert found["rollout-run-dir"] == "runs/<date-time>"
+    assert found["rollout-engine-dtype"] == "float32"
+    assert found["sync-verify-tolerance"] == "0.001"
+    assert found["vcpo-ess-reference"] == "auto"
+    assert found["vcpo-dry-run-processes"] == "1"
+    save = str(tmp_path / "save")
+    found = values("--save", save, "--save-interval", "2", "--bf16", "--sync-interval", "2", "--rollout-max-lag", "1")
+    assert found["rollout-steps-per-phase"] == "1"
+    assert found["rollout-run-dir"] == save
+    assert found["rollout-engine-dtype"] == "bfloat16"
+    assert found["sync-verify-tolerance"] == "0.1"
+    unset = {flag for flag, value in found.items() if value == "-"}
+    files = {"vcpo-load-hf", "rollout-prompts", "rollout-eval-prompts", "rollout-engine-quantization"}
+    assert unset == files | {"rollout-stop"}
+
+
 def test_a_machine_without_the_gpu_packages_is_told_what_the_run_will_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
