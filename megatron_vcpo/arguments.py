@@ -6,9 +6,8 @@ import argparse
 import contextlib
 import dataclasses
 import io
-import math
 import os
-import traceback
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from typing import Any
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_vcpo.config import ConfigError, PluginConfig, RolloutConfig, SyncConfig, VCPOConfig
+from megatron_vcpo.idle_flags import idle_flags
 from megatron_vcpo.mcore.energies.unsupported import require_supported
-from megatron_vcpo.mcore.router_replay import refuse_unreplayable
+from megatron_vcpo.megatron_flags import check_routers, data_parallel_size, reason, require_megatron_flags
 from patches import megatron_cpu, megatron_help_percent
 
 _GROUPS: dict[str, type] = {"vcpo": VCPOConfig, "rollout": RolloutConfig, "sync": SyncConfig}
@@ -99,7 +99,7 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
     """
     config.validate()
     rollout = config.rollout
-    _require_megatron_flags(args)
+    require_megatron_flags(args)
     if config.vcpo.energy == "exact":
         require_supported(args)
     trajectories = rollout.prompts_per_step * rollout.responses_per_prompt
@@ -110,7 +110,7 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
             f"--global-batch-size {args.global_batch_size} must be --rollout-prompts-per-step x "
             f"--rollout-responses-per-prompt = {trajectories}; drop it to have it set."
         )
-    dp_size = _data_parallel_size(args)
+    dp_size = data_parallel_size(args)
     if trajectories % dp_size:
         raise ConfigError(
             f"{trajectories} trajectories a step (--rollout-prompts-per-step {rollout.prompts_per_step} x "
@@ -129,87 +129,10 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
         )
     if config.vcpo.phase_deadline is None:
         config.vcpo.phase_deadline = 0.9 * 60.0 * args.distributed_timeout_minutes
-    _check_routers(args, config)
+    check_routers(args, config)
     _resolve_lengths(args, config)
     _resolve_staleness(config)
     _resolve_files(args, config)
-
-
-def _data_parallel_size(args: argparse.Namespace) -> int:
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    context = args.context_parallel_size
-    if min(tensor, pipeline, context) < 1 or args.world_size % (tensor * pipeline * context):
-        raise ConfigError(
-            f"{args.world_size} processes do not divide into model-parallel groups of --tensor-model-parallel-size "
-            f"{tensor} x --pipeline-model-parallel-size {pipeline} x --context-parallel-size {context}; change one of "
-            "them or the number of processes."
-        )
-    return int(args.world_size // (tensor * pipeline * context))
-
-
-def _require_megatron_flags(args: argparse.Namespace) -> None:
-    needed = (
-        ("dataloader_type", "external", "--dataloader-type"),
-        ("calculate_per_token_loss", True, "--calculate-per-token-loss"),
-        ("micro_batch_size", 1, "--micro-batch-size"),
-        ("rerun_mode", "disabled", "--rerun-mode"),
-        ("hidden_dropout", 0.0, "--hidden-dropout"),
-        ("attention_dropout", 0.0, "--attention-dropout"),
-        ("eval_iters", 0, "--eval-iters"),
-    )
-    for name, value, flag in needed:
-        actual = getattr(args, name)
-        if actual != value:
-            hint = " (evaluation is --rollout-eval-interval)" if name == "eval_iters" else ""
-            raise ConfigError(f"{flag} must be {value}, not {actual}: drop the flag{hint}.")
-    if args.moe_token_dispatcher_type not in ("alltoall", "allgather"):
-        raise ConfigError(
-            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is not tried with packed sequences; use "
-            "alltoall (the default here) or allgather."
-        )
-    if args.distributed_backend == "gloo" and not args.overlap_p2p_comm and _is_interleaved(args):
-        raise ConfigError(
-            "--no-overlap-p2p-communication with an interleaved pipeline gives wrong gradients over gloo; drop it."
-        )
-    if args.rampup_batch_size is not None:
-        raise ConfigError("--rampup-batch-size cannot work: the batch is what the rollouts give; drop it.")
-    required = (
-        ("train_iters", "optimizer steps"),
-        ("seq_length", "tokens of a prompt and its response, at most"),
-        ("num_layers", "layers of the model"),
-        ("hidden_size", "width of the model"),
-        ("num_attention_heads", "query heads of a layer"),
-        ("lr", "peak learning rate"),
-    )
-    for name, meaning in required:
-        value, flag = getattr(args, name), "--" + name.replace("_", "-")
-        if value is None:
-            raise ConfigError(f"{flag} ({meaning}) is required.")
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{flag} ({meaning}) must be a positive number, not {value}.")
-
-
-def _check_routers(args: argparse.Namespace, config: PluginConfig) -> None:
-    asked = {
-        f"--rollout-router-replay {config.rollout.router_replay}": config.rollout.router_replay != "off",
-        "--vcpo-freeze-router": config.vcpo.freeze_router,
-        "--vcpo-freeze-expert-bias": config.vcpo.freeze_expert_bias,
-    }
-    for flag, present in asked.items():
-        if present and not args.num_experts:
-            raise ConfigError(f"{flag} needs a mixture of experts (--num-experts); drop it for a dense model.")
-    if config.vcpo.freeze_expert_bias and not args.moe_router_enable_expert_bias:
-        raise ConfigError("--vcpo-freeze-expert-bias needs --moe-router-enable-expert-bias; drop it.")
-    if config.rollout.router_replay != "off":
-        refuse_unreplayable(args)
-
-
-def _is_interleaved(args: argparse.Namespace) -> bool:
-    return (
-        args.num_layers_per_virtual_pipeline_stage is not None
-        or args.num_virtual_stages_per_pipeline_rank is not None
-        or "|" in str(args.pipeline_model_parallel_layout or "")
-    )
 
 
 def _resolve_lengths(args: argparse.Namespace, config: PluginConfig) -> None:
@@ -255,6 +178,7 @@ def _resolve_staleness(config: PluginConfig) -> None:
 
 def _resolve_files(args: argparse.Namespace, config: PluginConfig) -> None:
     rollout = config.rollout
+    _refuse_empty_paths(args, config)
     if rollout.tokenizer is None:
         rollout.tokenizer = args.tokenizer_model
     if rollout.tokenizer is None:
@@ -262,20 +186,53 @@ def _resolve_files(args: argparse.Namespace, config: PluginConfig) -> None:
             "--rollout-tokenizer (or --tokenizer-type HuggingFaceTokenizer --tokenizer-model) must name the "
             "tokenizer's folder."
         )
-    if not (Path(rollout.tokenizer) / "tokenizer_config.json").is_file():
-        raise ConfigError(f"--rollout-tokenizer {rollout.tokenizer}: no tokenizer_config.json in that folder.")
+    _require_file(Path(rollout.tokenizer), "tokenizer_config.json", "--rollout-tokenizer")
     if rollout.seed is None:
         rollout.seed = args.seed
-    if config.vcpo.load_hf is not None and not (Path(config.vcpo.load_hf) / "config.json").is_file():
-        raise ConfigError(f"--vcpo-load-hf {config.vcpo.load_hf}: no config.json in that folder.")
+    if not 0 <= rollout.seed < 1 << 32:
+        raise ConfigError(f"--rollout-seed (by default --seed) must lie between 0 and 2^32 - 1, not {rollout.seed}.")
+    if config.vcpo.load_hf is not None:
+        _require_file(Path(config.vcpo.load_hf), "config.json", "--vcpo-load-hf")
     if args.load is not None and not _holds_checkpoint(args):
         args.load = None
-    for flag, folder in (("--save", args.save), ("--rollout-run-dir", rollout.run_dir)):
+    folders = (
+        ("--save", args.save),
+        ("--rollout-run-dir", rollout.run_dir),
+        ("--tensorboard-dir", args.tensorboard_dir),
+    )
+    for flag, folder in folders:
         if folder is not None:
             _require_writable(Path(folder), flag, create=not config.vcpo.dry_run)
     if args.save is not None and args.save_interval is None:
         raise ConfigError("--save needs --save-interval (optimizer steps between two checkpoints).")
+    if args.wandb_project and args.save is None and args.wandb_save_dir is None:
+        raise ConfigError("--wandb-project needs --wandb-save-dir or --save: a folder for its files.")
     args.dataloader_save = args.save
+
+
+def _refuse_empty_paths(args: argparse.Namespace, config: PluginConfig) -> None:
+    rollout = config.rollout
+    paths = {
+        "--save": args.save,
+        "--load": args.load,
+        "--tensorboard-dir": args.tensorboard_dir,
+        "--vcpo-load-hf": config.vcpo.load_hf,
+        "--rollout-tokenizer": rollout.tokenizer,
+        "--rollout-prompts": rollout.prompts,
+        "--rollout-eval-prompts": rollout.eval_prompts,
+        "--rollout-engine-quantization": rollout.engine_quantization,
+        "--rollout-run-dir": rollout.run_dir,
+    }
+    for flag, path in paths.items():
+        if path == "":
+            raise ConfigError(f"{flag} is given an empty path (an unset variable of a script?); name one, or drop it.")
+
+
+def _require_file(folder: Path, name: str, flag: str) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {folder}: there is no such folder (looked for from {Path.cwd()}).")
+    if not (folder / name).is_file():
+        raise ConfigError(f"{flag} {folder}: no {name} in that folder.")
 
 
 def _holds_checkpoint(args: argparse.Namespace) -> bool:
@@ -294,15 +251,16 @@ def _holds_checkpoint(args: argparse.Namespace) -> bool:
         name = tracker.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--load {folder}: {tracker.name} cannot be read ({error}).") from error
+    namer = tracker.name
     if args.ckpt_step is not None:
-        name = str(args.ckpt_step)
+        name, namer = str(args.ckpt_step), "--ckpt-step"
     if name != "release" and not name.isdecimal():
         raise ConfigError(f"--load {folder}: {tracker.name} holds {name[:40]!r} and not the number of an iteration.")
     checkpoint = folder / (name if name == "release" else f"iter_{int(name):07d}")
     if not checkpoint.is_dir() or not any(checkpoint.iterdir()):
         raise ConfigError(
-            f"--load {folder}: the checkpoint {checkpoint.name} that {tracker.name} names is missing or empty; write "
-            "the number of one that is there into that file, or choose another folder."
+            f"--load {folder}: the checkpoint {checkpoint.name} that {namer} names is missing or empty; name one that "
+            "is there, or choose another folder."
         )
     return True
 
@@ -371,16 +329,12 @@ def finish(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> N
         with silence:
             validate_args(args, {})
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"Megatron refuses these flags: {_reason(error)}.") from error
+        raise ConfigError(f"Megatron refuses these flags: {reason(error)}.") from error
     # validate_args sets it to False, and there is no flag. For allgather every micro-batch has the same rows instead.
     args.variable_seq_lengths = not (args.num_experts and args.moe_token_dispatcher_type == "allgather")
-    if not config.vcpo.dry_run:
-        set_global_variables(args)
-
-
-def _reason(error: BaseException) -> str:
-    """The words of an assertion, or the assertion itself where it has none."""
-    if str(error):
-        return " ".join(str(error).split()).rstrip(".")
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].line}" if frames else type(error).__name__
+    if config.vcpo.dry_run:
+        return
+    set_global_variables(args)
+    if args.rank == 0:
+        for sentence in idle_flags(args, config):
+            print(f"megatron_vcpo: note: {sentence}", file=sys.stderr)

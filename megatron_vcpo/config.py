@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+_TEMPERATURES = (0.01, 100.0)
 _WEEK = 604800.0  # seconds; what waits take beyond it differs from library to library
 
 
@@ -182,8 +183,8 @@ class VCPOConfig:
             )
         _require(0.0 <= self.ess_floor <= 1.0, f"--vcpo-ess-floor must lie in [0, 1], not {self.ess_floor}.")
         _require(
-            self.phase_deadline is None or 0.0 <= self.phase_deadline <= _WEEK,
-            "--vcpo-phase-deadline must not be negative, and at most 604800 seconds (a week); 0 is off.",
+            self.phase_deadline is None or self.phase_deadline == 0.0 or 1.0 <= self.phase_deadline <= _WEEK,
+            "--vcpo-phase-deadline must lie between 1 and 604800 seconds (a week); 0 is off.",
         )
         _require(
             0.0 <= self.veto_ratio < 1.0,
@@ -206,6 +207,11 @@ class VCPOConfig:
                 low < high,
                 f"--vcpo-correction-lower ({low}) must be below --vcpo-correction-upper ({high}): nothing would be "
                 "trained on.",
+            )
+            _require(
+                low <= 1.0 <= high,
+                f"--vcpo-correction-lower {low} and --vcpo-correction-upper {high} leave out the ratio 1 "
+                f"({self.correction}): no fresh sample would be trained on.",
             )
         _require(
             self.correction not in ("token-tis", "sequence-tis") or self.correction_upper != 0.0,
@@ -376,6 +382,17 @@ class RolloutConfig:
             "not quantized on their way.",
         )
         _require(self.temperature > 0.0, "--rollout-temperature must be above 0: greedy rollouts have no gradient.")
+        low, high = _TEMPERATURES
+        _require(
+            low <= self.temperature <= high,
+            f"--rollout-temperature must lie between {low} and {high}, not {self.temperature}: vLLM samples at {low} "
+            "where less is asked of it, and the trainer would temper otherwise.",
+        )
+        _require(
+            all(self.stop or []),
+            "--rollout-stop holds an empty string, which would end every response at once; drop it.",
+        )
+        _require(self.reward_workers <= 1024, "--rollout-reward-workers must be at most 1024 processes.")
         _require(
             self.top_p == 1.0 and self.top_k == 0,
             "--rollout-top-p other than 1 and --rollout-top-k other than 0 are refused: the policy's log-probs would "
@@ -386,6 +403,10 @@ class RolloutConfig:
             "--rollout-reward-timeout must be positive and at most 604800 seconds (a week).",
         )
         _require(self.eval_temperature >= 0.0, "--rollout-eval-temperature must not be negative; 0 is greedy.")
+        _require(
+            self.eval_temperature == 0.0 or low <= self.eval_temperature <= high,
+            f"--rollout-eval-temperature must be 0 (greedy) or lie between {low} and {high}.",
+        )
         _require(
             self.eval_samples == 1 or self.eval_temperature > 0.0,
             "--rollout-eval-samples above 1 needs --rollout-eval-temperature above 0: greedy responses are all equal.",

@@ -17,7 +17,9 @@ from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.dry_run import cache_tokens
 from megatron_vcpo.environments import Environment, EnvironmentSetupError, make_environment
+from megatron_vcpo.megatron_flags import reason
 from megatron_vcpo.objective import load_loss
+from megatron_vcpo.rollout.sampler import PromptSampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ def check_model(args: argparse.Namespace, config: PluginConfig, vocab_size: int)
     try:
         transformer = core_transformer_config_from_args(args)
     except (AssertionError, ValueError) as error:
-        raise ConfigError(f"Megatron refuses this model: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"Megatron refuses this model: {reason(error)}.") from error
     longest = int(config.rollout.max_prompt_length or 0) + config.rollout.max_response_length
     cached = cache_tokens(args, config)
     if cached < longest:
@@ -172,3 +174,5 @@ def _check_first_prompt(environment: Environment, tokenizer: Any, config: Plugin
         )
     if config.rollout.chat_template and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"--rollout-chat-template: the tokenizer {config.rollout.tokenizer} has no chat template.")
+    seed, longest = int(config.rollout.seed or 0), int(config.rollout.max_prompt_length or 0)
+    PromptSampler(environment, tokenizer, seed=seed, max_length=longest, chat=config.rollout.chat_template).draw(1)

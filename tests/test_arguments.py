@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vcpo.config import ConfigError, PluginConfig, RolloutConfig, SyncConfig, VCPOConfig
+from megatron_vcpo.idle_flags import idle_flags
 from patches import megatron_cpu, megatron_help_percent
 from tests.oracle.command_line import CommandLine
 
@@ -158,6 +159,11 @@ BAD_NUMBERS = [
     ("--rollout-temperature", "0", "above 0"),
     ("--rollout-temperature", "inf", "finite"),
     ("--rollout-temperature", "nan", "finite"),
+    ("--rollout-temperature", "0.005", "between 0.01 and 100"),
+    ("--rollout-temperature", "1e300", "between 0.01 and 100"),
+    ("--rollout-reward-workers", "100000", "at most 1024"),
+    ("--rollout-stop", "", "empty string"),
+    ("--rollout-seed", "-1", "between 0 and 2^32 - 1"),
     ("--rollout-top-p", "0.9", "leave them at 1.0 and 0"),
     ("--rollout-top-k", "20", "leave them at 1.0 and 0"),
     ("--rollout-prompts-per-step", "0", "at least 1"),
@@ -184,7 +190,16 @@ BAD_NUMBERS = [
     ("--sync-timeout", "0", "between 1 and 604800"),
     ("--sync-timeout", "1e-9", "between 1 and 604800"),
     ("--sync-timeout", "1e300", "between 1 and 604800"),
-    ("--vcpo-phase-deadline", "1e300", "at most 604800"),
+    ("--vcpo-phase-deadline", "1e300", "between 1 and 604800"),
+    ("--vcpo-phase-deadline", "1e-300", "between 1 and 604800"),
+    ("--log-interval", "0", "at least 1"),
+    ("--make-vocab-size-divisible-by", "0", "at least 1"),
+    ("--distributed-timeout-minutes", "-1", "at least 1"),
+    ("--kv-channels", "7", "even size"),
+    ("--expert-model-parallel-size", "0", "do not divide into groups"),
+    ("--expert-model-parallel-size", "2", "do not divide into groups"),
+    ("--wandb-project", "x", "--wandb-save-dir"),
+    ("--tensorboard-dir", "/dev/null/x", "is not a folder"),
     ("--lr", "nan", "positive number"),
     ("--lr", "0", "positive number"),
     ("--lr", "inf", "positive number"),
@@ -223,6 +238,24 @@ CONTRADICTIONS = {
         ],
         "One trajectory",
     ),
+    "a band without fresh samples": (
+        ["--vcpo-correction", "token-mis", "--vcpo-correction-upper", "0.9"],
+        "leave out the ratio 1",
+    ),
+    "more experts a token than there are": (
+        ["--num-experts", "4", "--moe-router-topk", "5"],
+        "between 1 and --num-experts 4",
+    ),
+    "experts in no layer": (["--num-experts", "4", "--moe-layer-freq", "[0,0]"], "no layer with experts"),
+    "experts in every zeroth layer": (["--num-experts", "4", "--moe-layer-freq", "0"], "must be at least 1"),
+    "Megatron's own reinforcement learning": (["--perform-rl-step"], "--perform-rl-step"),
+    "two activations": (["--squared-relu"], "Megatron refuses"),
+    "a prompt that never fits": (
+        ["--rollout-max-prompt-length", "2"],
+        "longer than --rollout-max-prompt-length 2",
+    ),
+    "nowhere to save": (["--save", "", "--save-interval", "1"], "--save is given an empty path"),
+    "nowhere to run": (["--rollout-run-dir", ""], "--rollout-run-dir is given an empty path"),
     "crossed bounds": (
         ["--vcpo-correction", "icepop", "--vcpo-correction-lower", "6", "--vcpo-correction-upper", "5"],
         "below --vcpo-correction-upper",
@@ -272,9 +305,10 @@ CONTRADICTIONS = {
     "micro-batches of its own": (["--micro-batch-size", "2"], "--micro-batch-size must be 1"),
     "Megatron's evaluation": (["--eval-iters", "3"], "--rollout-eval-interval"),
     "ramp-up": (["--rampup-batch-size", "1", "1", "10"], "--rampup-batch-size"),
-    "tokenizer that is not there": (["--rollout-tokenizer", "/nowhere"], "/nowhere"),
+    "tokenizer that is not there": (["--rollout-tokenizer", "/nowhere"], "/nowhere: there is no such folder"),
     "checkpoint that is not there": (["--load", "/nowhere"], "no checkpoint there"),
-    "hub folder without config": (["--vcpo-load-hf", "/nowhere"], "no config.json"),
+    "hub folder that is not there": (["--vcpo-load-hf", "/nowhere"], "there is no such folder"),
+    "hub folder without config": (["--vcpo-load-hf", "/tmp"], "no config.json"),
     "tensor parallelism on one process": (["--tensor-model-parallel-size", "2"], "1 processes do not divide"),
     "engine larger than the job": (["--rollout-engine-tensor-parallel-size", "2"], "must divide the number of"),
     "biases": (["--normalization", "LayerNorm"], "--normalization RMSNorm"),
@@ -288,6 +322,31 @@ CONTRADICTIONS = {
 def test_flags_that_cannot_work_together_are_refused(command_line: CommandLine, case: str) -> None:
     flags, fragment = CONTRADICTIONS[case]
     assert fragment in command_line.refusal(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        ("--rollout-eval-num-prompts 7", "--rollout-eval-num-prompts does nothing without --rollout-eval-interval"),
+        ("--rollout-eval-prompts /nowhere", "--rollout-eval-prompts does nothing without --rollout-eval-interval"),
+        ("--vcpo-energy length --vcpo-baseline mean", "--vcpo-energy does nothing without --vcpo-baseline opob"),
+        ("--vcpo-energy-method two-pass", "does nothing without --vcpo-energy exact"),
+        ("--vcpo-ess-floor 0.1 --vcpo-ess-scaling off", "--vcpo-ess-floor does nothing without --vcpo-ess-scaling"),
+        ("--vcpo-ess-reference-steps 9", "does nothing without --vcpo-ess-reference auto"),
+        ("--vcpo-kl-estimator k2", "does nothing without --vcpo-kl-coefficient above 0"),
+        ("--vcpo-correction-lower 0.5", "a lower bound, which sequence-tis has not"),
+        ("--sync-verify off --sync-verify-tolerance 0.1", "does nothing without --sync-verify"),
+        ("--save-interval 5", "no checkpoint will be written"),
+    ],
+)
+def test_a_flag_that_does_nothing_is_named(command_line: CommandLine, flags: str, fragment: str) -> None:
+    args, config = command_line.parse(*flags.split())
+    (sentence,) = idle_flags(args, config)
+    assert fragment in sentence
+
+
+def test_plain_flags_all_do_something(command_line: CommandLine) -> None:
+    assert idle_flags(*command_line.parse()) == []
 
 
 @pytest.mark.parametrize(
