@@ -85,6 +85,9 @@ def require_megatron_flags(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} ({meaning}) is required.")
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag} ({meaning}) must be a positive number, not {value}.")
+    for name, value in vars(args).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number, not nan.")
 
 
 def check_routers(args: argparse.Namespace, config: PluginConfig) -> None:

@@ -193,6 +193,7 @@ BAD_NUMBERS = [
     ("--vcpo-phase-deadline", "1e300", "between 1 and 604800"),
     ("--vcpo-phase-deadline", "1e-300", "between 1 and 604800"),
     ("--log-interval", "0", "at least 1"),
+    ("--clip-grad", "nan", "must be a number"),
     ("--make-vocab-size-divisible-by", "0", "at least 1"),
     ("--distributed-timeout-minutes", "-1", "at least 1"),
     ("--kv-channels", "7", "even size"),
@@ -294,6 +295,10 @@ CONTRADICTIONS = {
     "replay past the router": (
         ["--num-experts", "4", "--rollout-router-replay", "training", "--moe-router-fusion"],
         "--rollout-router-replay does not go with --moe-router-fusion",
+    ),
+    "replay in pieces": (
+        ["--num-experts", "4", "--rollout-router-replay", "training", "--mlp-chunks-for-training", "2"],
+        "--rollout-router-replay does not go with --mlp-chunks-for-training",
     ),
     "replay of dropped tokens": (
         ["--num-experts", "4", "--rollout-router-replay", "rollout", "--moe-expert-capacity-factor", "1.0"],

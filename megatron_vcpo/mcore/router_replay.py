@@ -309,6 +309,7 @@ def refuse_unreplayable(config: Any) -> None:
         "--moe-router-force-load-balancing": getattr(config, "moe_router_force_load_balancing", False),
         "--overlap-moe-expert-parallel-comm": getattr(config, "overlap_moe_expert_parallel_comm", False),
         "--moe-enable-routing-replay": getattr(config, "moe_enable_routing_replay", False),
+        "--mlp-chunks-for-training": getattr(config, "mlp_chunks_for_training", 1) > 1,
         "--cuda-graph-impl": getattr(config, "cuda_graph_impl", "none") not in ("none", None),
         "--fp8-format with --recompute-modules moe": bool(
             getattr(config, "fp8", None) and "moe" in (getattr(config, "recompute_modules", None) or ())
