@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.agreement import raise_together
+from megatron_vcpo.config import ConfigError, VCPOConfig
 from megatron_vcpo.mcore.energies.ways import exact_energies
 from megatron_vcpo.mcore.minibatch import PackingSettings
 from megatron_vcpo.mcore.packing import RowAlignment
@@ -90,12 +91,30 @@ def register(
 
 def equip(step: PolicyStep, model: list[Any], optimizer: Any, *, router_replay: bool) -> None:
     """Give a step what its settings ask for, and let it refuse the optimizer's updates; collective over all ranks."""
+    raise_together(_cut_graph(model))
     guard_optimizer(optimizer, step)
     step.energies = exact_energies(model, step.groups, step.config, step.device)
     if router_replay:
         step.replay = RouterReplay(model, step.groups)
     if step.config.kl_coefficient > 0.0:
         step.reference = ReferencePolicy(model)
+
+
+def _cut_graph(model: list[Any]) -> ConfigError | None:
+    """A recomputed layer passes gradients on only where its input has one, and frozen embeddings give it none."""
+    from megatron.core.utils import get_model_config
+
+    if get_model_config(model[0]).recompute_granularity != "full":
+        return None
+    for chunk in model:
+        trained = {name: param.requires_grad for name, param in chunk.named_parameters()}
+        embeddings = [on for name, on in trained.items() if "embedding.word_embeddings." in name]
+        if embeddings and not any(embeddings) and any(trained.values()):
+            return ConfigError(
+                "The word embeddings are frozen, and under --recompute-granularity full the layers above them would "
+                "then get no gradient, without a word from Megatron: train them, or recompute selectively."
+            )
+    return None
 
 
 def packing_settings(transformer: Any, groups: Any, budget: int) -> PackingSettings:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megatron_vcpo
-from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.config import ConfigError, VCPOConfig
 from megatron_vcpo.rollout.trajectory import Trajectory
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import SEQUENCE, VOCAB, Size, build_tiny_gpt, optimizer_step
@@ -244,6 +244,21 @@ def detached_loss(inputs):
     from megatron_vcpo.objective import LossOutputs
 
     return LossOutputs(loss=inputs.policy_logprobs.detach().sum(), metrics={})
+
+
+def test_frozen_embeddings_under_full_recomputation_are_refused(groups):
+    """Megatron's checkpointing would train neither the layers nor say so."""
+    tiny = build_tiny_gpt(groups)
+    tiny.model[0].module.embedding.requires_grad_(False)
+    register(tiny, VCPOConfig())
+    tiny = build_tiny_gpt(groups)
+    tiny.config.recompute_granularity = "full"
+    register(tiny, VCPOConfig())
+    tiny = build_tiny_gpt(groups)
+    tiny.config.recompute_granularity = "full"
+    tiny.model[0].module.embedding.requires_grad_(False)
+    with pytest.raises(ConfigError, match="embeddings are frozen"):
+        register(tiny, VCPOConfig())
 
 
 def test_a_loss_that_would_train_nothing_is_refused(groups):
