@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from megatron_vcpo.config import PluginConfig
+from megatron_vcpo.idle_flags import idle_flags
 from megatron_vcpo.objective.corrections import CORRECTIONS
 from megatron_vcpo.rollout.routes import route_dtype
-from megatron_vcpo.sync.verify import DEFAULT_TOLERANCE
+from megatron_vcpo.sync.verify import DEFAULT_TOLERANCE, QUANTIZED_TOLERANCE
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -114,8 +115,6 @@ def _configuration(args: argparse.Namespace, config: PluginConfig) -> str:
 
 def _implied(args: argparse.Namespace, config: PluginConfig) -> dict[str, object]:
     """What the run takes for a flag that was left to it."""
-    from megatron_vcpo.rollout_flow import _QUANTIZED_TOLERANCE
-
     correction, rollout = CORRECTIONS[config.vcpo.correction], config.rollout
     dtype = str(args.params_dtype).removeprefix("torch.") if rollout.engine_dtype == "auto" else rollout.engine_dtype
     rounding = DEFAULT_TOLERANCE[getattr(torch, dtype)]
@@ -127,7 +126,7 @@ def _implied(args: argparse.Namespace, config: PluginConfig) -> dict[str, object
         "--rollout-steps-per-phase": rollout.phase_steps(config.sync.interval),
         "--rollout-engine-dtype": dtype,
         "--rollout-run-dir": args.save or "runs/<date-time>",
-        "--sync-verify-tolerance": _QUANTIZED_TOLERANCE if rollout.engine_quantization else rounding,
+        "--sync-verify-tolerance": QUANTIZED_TOLERANCE if rollout.engine_quantization else rounding,
     }
 
 
@@ -349,7 +348,7 @@ def waiting_bytes(args: argparse.Namespace, config: PluginConfig) -> int:
 
 
 def _notes(args: argparse.Namespace, config: PluginConfig) -> str:
-    notes = []
+    notes = idle_flags(args, config)
     if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         notes.append("Transformer Engine is not installed here; the run needs it (pip install -e '.[gpu]').")
     if args.distributed_backend == "nccl" and not torch.cuda.is_available():

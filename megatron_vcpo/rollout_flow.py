@@ -38,11 +38,10 @@ from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.naming import unwrap
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
-from megatron_vcpo.sync.verify import compare_logprobs
+from megatron_vcpo.sync.verify import QUANTIZED_TOLERANCE, compare_logprobs
 from patches import megatron_cpu, torch_cuda_alias
 
 _VERIFIED_TRAJECTORIES = 32  # compared with the trainer after a publication
-_QUANTIZED_TOLERANCE = 0.3  # nats a token, mean: 8 bits cost up to 0.1 with small models
 _EVAL_SEED = 0x5EED
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -324,7 +323,7 @@ class RolloutFlow(BaseFlow):
     def _verify_tolerance(self) -> float | None:
         """Of the check of log-probs, in nats; None: what the engine's type explains."""
         given = self.config.sync.verify_tolerance
-        return _QUANTIZED_TOLERANCE if given is None and self.config.rollout.engine_quantization else given
+        return QUANTIZED_TOLERANCE if given is None and self.config.rollout.engine_quantization else given
 
     # ------------------------------------------------------------------ state
 

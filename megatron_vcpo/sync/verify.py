@@ -17,6 +17,9 @@ ScoreFunction = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Floa
 DEFAULT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Largest mean absolute difference, in nats, that different kernels of one type explain."""
 
+QUANTIZED_TOLERANCE = 0.3
+"""The same for an engine of 8 bits, which cost up to 0.1 with small models."""
+
 _FAR = 0.5  # mean difference in nats above which rounding is no explanation
 
 
