@@ -2,14 +2,18 @@
 
 `ProcessEngine` is a `RolloutEngine` for the trainer; the child below hosts a `VLLMEngine` and speaks through a pipe.
 Weights do not go through the pipe but through memory that both sides map (sync/deliver.py). Every wait ends: with the
-answer, with the child's end, or at the deadline, at which the child is ended too, since nobody knows its state.
+answer, with the child's end, or at the deadline, at which the child is ended too, since nobody knows its state. To
+generate and to score have no deadline; there, a child that gives no sign of life is ended (rollout/pulse.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +26,7 @@ from typing import Any
 import torch
 
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, GenerationResult, Sampling, UpdateReport
+from megatron_vcpo.rollout.pulse import Listener, Pulse
 from megatron_vcpo.rollout.trajectory import Float32Array
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.sync.deliver import BucketSender, WeightDelivery, receive_buckets
@@ -29,6 +34,7 @@ from megatron_vcpo.sync.deliver import BucketSender, WeightDelivery, receive_buc
 _START = 900.0  # seconds to start the engine: it may compile and capture graphs
 _END = 20.0  # seconds to shut it down
 _GLANCE = 1.0  # seconds between two looks at whether the other process still lives
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 """torchrun's variables, beside those that begin with TORCHELASTIC_: the engine is no rank of the trainer's world."""
@@ -40,7 +46,8 @@ class ProcessEngine:
     Args:
         settings: of the engine in the child; its `tensor_parallel_size` is 1.
         rank: of the trainer process, for messages.
-        timeout: longest wait for the child in any phase of an update. Seconds.
+        timeout: longest wait for the child in any phase of an update, and longest silence of a child that generates or
+            scores. Seconds.
         bucket_bytes: of each of the two slots that weights go through.
     """
 
@@ -53,7 +60,9 @@ class ProcessEngine:
         self._sender: BucketSender | None = None
         self._last = "(none yet)"
         self._pipe, theirs = Pipe()
-        self._process = _spawn(theirs)
+        _limit_blocking(self._pipe, timeout)
+        self._pulse = Pulse()
+        self._process = _spawn(theirs, self._pulse)
         theirs.close()
         self._post(("start", settings, torch.get_num_threads()))
         try:
@@ -75,13 +84,13 @@ class ProcessEngine:
         """See `RolloutEngine.generate`."""
         self._require_weights()
         self._post(("generate", list(requests), sampling, progress))
-        return self._answer("generate", None)
+        return self._answer("generate")
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
         """See `RolloutEngine.score`."""
         self._require_weights()
         self._post(("score", [list(ids) for ids in sequences], list(prompt_lengths)))
-        return self._answer("score", None)
+        return self._answer("score")
 
     def update_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
@@ -122,6 +131,7 @@ class ProcessEngine:
             except (OSError, subprocess.TimeoutExpired):
                 self._end()
         self._pipe.close()
+        self._pulse.close()
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -162,12 +172,18 @@ class ProcessEngine:
     def _post(self, message: tuple[Any, ...]) -> None:
         try:
             self._pipe.send(message)
+        except BlockingIOError as error:  # the child has not read for that long
+            raise self._silent(f"be told to {message[0]}") from error
         except OSError as error:
             raise self._gone(f"be told to {message[0]}") from error
 
-    def _answer(self, what: str, timeout: float | None, kind: str = "done") -> Any:
-        """The child's answer; EngineError when it failed, ended, or took longer than `timeout` seconds."""
+    def _answer(self, what: str, timeout: float | None = None, kind: str = "done") -> Any:
+        """The child's answer; EngineError when it failed, ended, took longer than `timeout` seconds or fell silent.
+
+        Without a timeout it may take as long as it likes while it gives signs of life.
+        """
         end = None if timeout is None else time.monotonic() + timeout
+        listener = Listener(self._pulse)
         while True:
             try:
                 if self._pipe.poll(_GLANCE if end is None else max(0.0, min(_GLANCE, end - time.monotonic()))):
@@ -177,16 +193,29 @@ class ProcessEngine:
                     if answer == kind:
                         return value
                     continue  # "taken", of an update that was broken off
+            except BlockingIOError as error:  # the answer stopped half way
+                raise self._silent(what) from error
             except (EOFError, OSError) as error:
                 raise self._gone(what) from error
             if self._process.poll() is not None and not self._pipe.poll():
                 raise self._gone(what)
+            if end is None and listener.silence() >= self._timeout:
+                raise self._silent(what)
             if end is not None and time.monotonic() >= end:
                 self._end()
                 raise EngineError(
                     f"Rank {self._rank} waited {timeout:g} seconds for {self.name} to {what} (last tensor given: "
                     f"{self._last}); the process was ended."
                 )
+
+    def _silent(self, what: str) -> EngineError:
+        self.version = None
+        self._end()
+        return EngineError(
+            f"{self.name.capitalize()} gave no sign of life for {self._timeout:g} seconds (--sync-timeout) while it "
+            f"was to {what}, and was ended: something had stopped it (a signal, swapped-out memory, a hung device). "
+            "See to its machine, and go on from the last checkpoint with --load."
+        )
 
     def _gone(self, what: str) -> EngineError:
         self.version = None
@@ -214,7 +243,18 @@ def _delivery(device: torch.device) -> WeightDelivery:
     return SharedMemoryDelivery()
 
 
-def _spawn(pipe: Connection) -> subprocess.Popen[bytes]:
+def _limit_blocking(pipe: Connection, seconds: float) -> None:
+    """Let a read or write of the pipe that cannot go on for that long raise BlockingIOError: the other side is stopped.
+
+    Only once a message has begun: waiting for one is poll's.
+    """
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:  # of a duplex Pipe, on Unix
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _spawn(pipe: Connection, pulse: Pulse) -> subprocess.Popen[bytes]:
     """This module as a program, with one end of the pipe. Not multiprocessing: its children import the main module."""
     environment = {
         name: value
@@ -226,8 +266,11 @@ def _spawn(pipe: Connection) -> subprocess.Popen[bytes]:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         environment["CUDA_VISIBLE_DEVICES"] = devices[torch.cuda.current_device()]
-    command = [sys.executable, "-m", "megatron_vcpo.rollout.engine_process", str(pipe.fileno()), str(os.getpid())]
-    return subprocess.Popen(command, pass_fds=(pipe.fileno(),), env=environment)
+    # The kernel ends the child with the thread that started it, so only the main thread's child may ask for that.
+    bound = threading.current_thread() is threading.main_thread()
+    numbers = [pipe.fileno(), pulse.fileno(), os.getpid(), int(bound)]
+    command = [sys.executable, "-m", "megatron_vcpo.rollout.engine_process", *map(str, numbers)]
+    return subprocess.Popen(command, pass_fds=(pipe.fileno(), pulse.fileno()), env=environment)
 
 
 # -- in the child ----------------------------------------------------------------------------------------------------
@@ -307,11 +350,22 @@ def _end_with(owner: int) -> None:
     os._exit(1)
 
 
+def _be_killed_with_owner() -> None:
+    """Have the kernel end this process with its owner: a stopped process runs no thread that could watch.
+
+    Where the kernel refuses, the watching thread is what is left.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+
+
 def main() -> None:
-    """Run by `ProcessEngine`: file descriptor of the pipe, process id of the trainer."""
-    descriptor, owner = int(sys.argv[1]), int(sys.argv[2])
+    """Run by `ProcessEngine`: descriptors of pipe and pulse, the trainer's process id, 1 where its main thread asks."""
+    descriptor, pulse, owner, bound = (int(argument) for argument in sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
+    if bound:
+        _be_killed_with_owner()
+    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()  # also if it has ended already
+    threading.Thread(target=Pulse(pulse).beat, daemon=True).start()
     _Host(Connection(descriptor)).serve()
 
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ from safetensors.torch import load_file
 
 from megatron_vcpo.rollout.digests import digest
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Sampling
-from megatron_vcpo.rollout.engine_process import ProcessEngine
+from megatron_vcpo.rollout.engine_process import ProcessEngine, _limit_blocking
 from megatron_vcpo.rollout.vllm_engine import VLLMSettings
 from tests.oracle import tiny_models
 
@@ -153,6 +157,83 @@ def test_a_stuck_process_is_ended_at_the_deadline_and_named(engine, weights) -> 
         engine.generate(REQUESTS, Sampling(max_tokens=4), progress=False)
     with pytest.raises(EngineError, match=r"is gone \(exit code -9\)"):
         engine.update_weights(weights.stream(0), 10)
+
+
+def test_a_long_generation_goes_on_and_a_stopped_process_is_ended_and_named(weights) -> None:
+    engine = ProcessEngine(
+        VLLMSettings(model_dir=str(weights.folder / "0"), dtype="float32", max_model_len=128, kv_cache_bytes=64 << 20),
+        rank=2,
+        timeout=60.0,
+        bucket_bytes=1 << 15,
+    )
+    engine.update_weights(weights.stream(0), 0)
+    engine._timeout = 1.0
+    requests = [GenerationRequest(prompt_ids=PROMPT, seed=seed) for seed in range(400)]
+    started = time.monotonic()
+    assert len(engine.generate(requests, Sampling(max_tokens=120), progress=False)) == len(requests)
+    whole = time.monotonic() - started
+    assert whole > 1.0, "too short to show anything"
+    threading.Timer(whole / 4, os.kill, (engine._process.pid, signal.SIGSTOP)).start()
+    started = time.monotonic()
+    with pytest.raises(
+        EngineError, match=r"The engine process \d+ of rank 2 gave no sign of life for 1 seconds .*to gen"
+    ):
+        engine.generate(requests, Sampling(max_tokens=120), progress=False)
+    assert time.monotonic() - started < whole + 10.0
+    assert engine._process.poll() == -signal.SIGKILL
+    engine.shutdown()
+
+
+def test_a_request_that_does_not_fit_the_pipe_of_a_stopped_process_does_not_hang() -> None:
+    mine, theirs = Pipe()
+    _limit_blocking(mine, 0.5)
+    with pytest.raises(BlockingIOError):
+        mine.send(bytes(1 << 22))
+    theirs.close()
+    mine.close()
+
+
+def test_an_answer_that_stops_half_way_does_not_hang() -> None:
+    mine, theirs = Pipe()
+    _limit_blocking(mine, 0.5)
+    os.write(theirs.fileno(), (1000).to_bytes(4, "big") + b"begun")
+    assert mine.poll(1.0)
+    with pytest.raises(BlockingIOError):
+        mine.recv()
+    theirs.close()
+    mine.close()
+
+
+OWNER = """
+import time
+from multiprocessing import Pipe
+from megatron_vcpo.rollout.engine_process import _spawn
+from megatron_vcpo.rollout.pulse import Pulse
+mine, theirs = Pipe()
+pulse = Pulse()
+child = _spawn(theirs, pulse)
+while pulse.beats == 0:
+    time.sleep(0.05)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_process_ends_with_its_trainer() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    os.kill(child, signal.SIGSTOP)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    end = time.monotonic() + 10.0
+    while "engine_process" in _command(child) and time.monotonic() < end:  # a zombie has no command line
+        time.sleep(0.05)
+    left = "engine_process" in _command(child)
+    if left:
+        os.kill(child, signal.SIGKILL)
+    assert not left
 
 
 def test_a_process_that_is_killed_amid_an_update_is_noticed_at_once(weights) -> None:
