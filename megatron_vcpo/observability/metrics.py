@@ -10,15 +10,17 @@ lags policy versions, lengths tokens, shares fractions of 1; keys under `count/`
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 METRICS_FILE = "metrics.jsonl"
+_LARGEST_INTEGER = 2**53
 _PHASES = ("generate", "reward", "sync", "train")
 
 
@@ -43,7 +45,7 @@ class MetricsLog:
             if resume_iteration > 0:
                 _keep_until(self.path, resume_iteration)
             else:
-                self.path.rename(_unused_name(self.path))
+                self.path.rename(unused_name(self.path))
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, metrics: Mapping[str, float]) -> None:
@@ -65,6 +67,8 @@ class MetricsLog:
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.close()  # or Python tries to write the rest once more when it ends, with a trace
             sentence = f"the metrics of iteration {numbers['iteration']} could not be written: {error.strerror}"
             raise OSError(error.errno, sentence, str(self.path)) from error
 
@@ -145,14 +149,19 @@ def _records(path: Path) -> list[tuple[dict[str, float], bytes]]:
 def _parse(line: bytes) -> dict[str, float] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
         return None
     record.pop("nonfinite", None)
-    if not all(value is None or isinstance(value, int | float) for value in record.values()):
+    if not all(value is None or _is_number(value) for value in record.values()):
         return None
     return {key: math.nan if value is None else value for key, value in record.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a float, or an integer that one can hold exactly."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
 
 
 def _keep_until(path: Path, iteration: int) -> None:
@@ -166,7 +175,8 @@ def _keep_until(path: Path, iteration: int) -> None:
     replacement.replace(path)
 
 
-def _unused_name(path: Path) -> Path:
+def unused_name(path: Path) -> Path:
+    """What to call the file of an earlier run: name.1.suffix, or the next free number."""
     number = 1
     while (candidate := path.with_suffix(f".{number}{path.suffix}")).exists():
         number += 1

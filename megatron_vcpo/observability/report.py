@@ -26,12 +26,13 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _GREY = "#8A8A8A"
 _MARKERS_UP_TO = 40  # points of a curve; more of them run into one another
 _SMOOTH_FROM = 24  # points of a curve; shorter ones are readable as they are
+_LARGEST = 1e100  # far beyond it the arithmetic of axes overflows: a gap, as for infinity
 _LOG_SPAN = 30.0  # largest over smallest value from which a linear axis hides the smaller ones
 
 
 @dataclass
 class Run:
-    """One run to draw: `series[key]` is aligned with `iterations`, NaN where a value is missing or not finite."""
+    """One run to draw: `series[key]` is aligned with `iterations`, NaN where a value is missing or cannot be drawn."""
 
     label: str
     color: str
@@ -71,7 +72,7 @@ def load_run(label: str, run_dir: Path, index: int = 0) -> Run:
         for key in keys
     }
     for values in series.values():
-        values[~np.isfinite(values)] = math.nan
+        values[~(np.abs(values) <= _LARGEST)] = math.nan
     return Run(label, _COLORS[index % len(_COLORS)], np.array(iterations), series)
 
 
@@ -148,7 +149,7 @@ def _nothing_recorded(axes: Axes, drawn: Sequence[bool]) -> None:
 def _choose_scale(axes: Axes, runs: Sequence[Run], key: str) -> None:
     values = np.concatenate([run.get(key) for run in runs])
     values = values[np.isfinite(values)]
-    if len(values) and values.min() > 0 and values.max() / values.min() >= _LOG_SPAN:
+    if len(values) and values.min() > 0 and values.max() / _LOG_SPAN >= values.min():
         axes.set_yscale("log")
     else:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_vcpo.observability.metrics import unused_name
 from megatron_vcpo.rollout.trajectory import Trajectory
 
 SAMPLES_FILE = "samples.jsonl"
@@ -18,7 +19,8 @@ class SamplesLog:
     Args:
         run_dir: folder of the run.
         next_group: number of the next prompt to be drawn. What the file holds from it on was written by a run that was
-            lost after its last checkpoint, or by another run in the same folder, and is cut off.
+            lost after its last checkpoint, and is cut off. With 0 the run is a new one: a file that is there already is
+            kept under another name (samples.1.jsonl, ...), as that of the metrics is.
         decode: token ids to text.
     """
 
@@ -26,30 +28,47 @@ class SamplesLog:
         self.path = run_dir / SAMPLES_FILE
         self._decode = decode
         if self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").split("\n")
-            kept = [line for line in lines if line and _group(line) < next_group]
-            replacement = self.path.with_suffix(".tmp")
-            replacement.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            replacement.replace(self.path)
+            if next_group > 0:
+                _keep_until(self.path, next_group)
+            else:
+                self.path.rename(unused_name(self.path))
 
     def append(self, trajectories: Sequence[Trajectory], *, version: int) -> None:
-        """Write trajectories that the policy of `version` sampled."""
-        with self.path.open("a", encoding="utf-8") as file:
-            for trajectory in trajectories:
-                record: dict[str, Any] = {
-                    "version": version,
-                    "group": trajectory.group_id,
-                    "prompt": self._decode(trajectory.prompt_ids.tolist()),
-                    "response": self._decode(trajectory.response_ids.tolist()),
-                    "reward": trajectory.reward,
-                    "parts": dict(trajectory.reward_parts),
-                    "truncated": trajectory.truncated,
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        """Write trajectories that the policy of `version` sampled.
+
+        Raises:
+            OSError: the disk is full, say; names the file.
+        """
+        lines = [json.dumps(self._record(trajectory, version), ensure_ascii=False) for trajectory in trajectories]
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            sentence = f"the trajectories of version {version} could not be written: {error.strerror}"
+            raise OSError(error.errno, sentence, str(self.path)) from error
+
+    def _record(self, trajectory: Trajectory, version: int) -> dict[str, Any]:
+        return {
+            "version": version,
+            "group": trajectory.group_id,
+            "prompt": self._decode(trajectory.prompt_ids.tolist()),
+            "response": self._decode(trajectory.response_ids.tolist()),
+            "reward": trajectory.reward,
+            "parts": dict(trajectory.reward_parts),
+            "truncated": trajectory.truncated,
+        }
 
 
-def _group(line: str) -> float:
+def _keep_until(path: Path, next_group: int) -> None:
+    """Rewrite the file without the groups from `next_group` on and without a torn last line, atomically."""
+    kept = [line for line in path.read_bytes().split(b"\n") if line and _group(line) < next_group]
+    replacement = path.with_suffix(".tmp")
+    replacement.write_bytes(b"".join(line + b"\n" for line in kept))
+    replacement.replace(path)
+
+
+def _group(line: bytes) -> float:
     try:
         return int(json.loads(line)["group"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return float("inf")  # a torn line

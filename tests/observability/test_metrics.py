@@ -130,7 +130,20 @@ def test_torn_last_line_is_left_out(tmp_path: Path, torn: bytes) -> None:
     assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2]
 
 
-@pytest.mark.parametrize("bad", ['{"iteration": 2, "re', "[1]", '{"reward": 1}', '{"iteration": 2, "rho": "x"}', ""])
+MALFORMED = {
+    "torn": '{"iteration": 2, "re',
+    "list": "[1]",
+    "no iteration": '{"reward": 1}',
+    "text": '{"iteration": 2, "rho": "x"}',
+    "empty": "",
+    "400 digits": '{"iteration": 2, "rho": ' + "9" * 400 + "}",
+    "5000 digits": '{"iteration": 2, "rho": ' + "9" * 5000 + "}",
+    "iteration of 400 digits": '{"iteration": ' + "9" * 400 + "}",
+    "nested": '{"iteration": 2, "rho": ' + "[" * 100_000 + "]" * 100_000 + "}",
+}
+
+
+@pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_line_elsewhere_is_an_error_with_its_number(tmp_path: Path, bad: str) -> None:
     for lines in (['{"iteration": 1}', bad, '{"iteration": 3}'], ['{"iteration": 1}', bad]):
         (tmp_path / METRICS_FILE).write_text("\n".join(lines) + "\n")
@@ -149,6 +162,7 @@ def test_full_disk_names_the_iteration_and_the_file() -> None:
     log._file = log.path.open("a", buffering=1)
     with pytest.raises(OSError, match=r"metrics of iteration 7 could not be written: No space left.*'/dev/full'"):
         log.append({"iteration": 7})
+    assert log._file.closed  # or Python would try again at its end
 
 
 def test_line_shows_every_quantity_once() -> None:

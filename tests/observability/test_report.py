@@ -124,6 +124,16 @@ def test_mismatch_is_on_a_log_axis_only_when_that_is_possible_and_helps(
     assert axes["Mismatch of rollout and trainer"].get_yscale() == scale
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("length", [4, 60])
+@pytest.mark.parametrize(("low", "high"), [(-1e308, 1e308), (1.0, 1e308), (1e-300, 1e100), (-1e100, 1e100)])
+def test_values_too_large_for_an_axis_are_gaps_and_the_rest_is_drawn(
+    tmp_path: Path, low: float, high: float, length: int
+) -> None:
+    values = {iteration: high if iteration % 2 else low for iteration in range(1, length + 1)}
+    plot_run(write_run(tmp_path, length, **dict.fromkeys((*KEYS, "eval__reward", "rho_reference"), values)))
+
+
 def test_axes_of_shares_reach_from_zero_to_one(tmp_path: Path) -> None:
     drawn = panels(write_run(tmp_path, 3))
     for title in ("Effective sample size (rho)", "Learning-rate multiplier"):
