@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.mcore.policy_step import PolicyStep
-from megatron_vcpo.observability.metrics import MetricsLog, iteration_line
+from megatron_vcpo.observability.metrics import MetricsFileError, MetricsLog, iteration_line
 from megatron_vcpo.observability.trackers import Trackers
 from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.rollout.trajectory import Trajectory
@@ -67,11 +68,25 @@ class BaseFlow:
     # ------------------------------------------------------------------ what the plugin calls
 
     def start(self, *, model: list[Any], optimizer: Any) -> None:
-        """Open the logs; called once, before the first step, after a saved state was loaded."""
+        """Open the logs; called once, before the first step, after a saved state was loaded.
+
+        Raises:
+            MetricsFileError: on all ranks, where the first one cannot go on with metrics.jsonl.
+        """
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+        failure: MetricsFileError | None = None
         if self.args.rank == 0:
-            self._log = MetricsLog(self.run_dir, resume_iteration=self.args.iteration)
+            try:
+                self._log = MetricsLog(self.run_dir, resume_iteration=self.args.iteration)
+            except MetricsFileError as error:
+                failure = error
+            except OSError as error:
+                failure = MetricsFileError(
+                    f"the metrics file in {self.run_dir} could not be opened ({error}); make room or the folder "
+                    "writable, or choose another one with --rollout-run-dir."
+                )
+        raise_together(failure)
         self._trackers = Trackers(get_tensorboard_writer(), get_wandb_writer())
 
     def next_minibatch(self, *, model: list[Any], step: PolicyStep, forward_backward: Any) -> StepBatch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from megatron_vcpo.flow import BaseFlow
     from megatron_vcpo.plugin import FlowFactory
     from megatron_vcpo.preflight import Inputs
-
-_FULL_DISK_BYTES = 16 << 20  # free space below which a failed save is the disk's fault
 
 
 def main() -> None:
@@ -96,9 +93,12 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
+    from megatron_vcpo.failures import failure_sentence
     from megatron_vcpo.plugin import MegatronPlugin
+    from megatron_vcpo.watchdog import end_with_torchrun
     from patches import megatron_cpu
 
+    end_with_torchrun(args.rank)
     megatron_cpu.patch_training()
     plugin = MegatronPlugin(args, config, inputs, flow)
     plugin.install()
@@ -111,6 +111,13 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
             ModelType.encoder_or_decoder,
             plugin.forward_step,
         )
+        if plugin.flow is None and args.iteration >= args.train_iters and args.rank == 0:
+            print(
+                f"megatron_vcpo: nothing is left to train: the checkpoint in --load {args.load} is of iteration "
+                f"{args.iteration}, and --train-iters is {args.train_iters}; raise it to go on.",
+                file=sys.stderr,
+                flush=True,
+            )
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, KeyboardInterrupt):
             print(
@@ -119,7 +126,7 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
                 file=sys.stderr,
             )
             sys.exit(130)
-        sentence = None if isinstance(error, SystemExit) else failure_sentence(error, args.save)
+        sentence = None if isinstance(error, SystemExit) else failure_sentence(error, args, config.rollout.run_dir)
         if sentence is None:
             where = None if isinstance(error, SystemExit) else plugin.explain(error)
             if where is not None:
@@ -129,35 +136,6 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
         sys.exit(1)
     finally:
         plugin.close()
-
-
-def failure_sentence(error: BaseException, save: str | None) -> str | None:
-    """What to tell a person about an error of a kind that explains itself; None where the trace is needed.
-
-    Args:
-        error: it is looked at, then what caused it.
-        save: folder of the checkpoints.
-    """
-    from megatron_vcpo.checkpoint.errors import CheckpointError
-    from megatron_vcpo.config import ConfigError
-    from megatron_vcpo.environments import EnvironmentSetupError
-    from megatron_vcpo.mcore.packing import PackingError
-    from megatron_vcpo.rollout.engine import EngineError
-    from megatron_vcpo.sync.errors import SyncError
-
-    known = (CheckpointError, ConfigError, EngineError, EnvironmentSetupError, PackingError, SyncError)
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, known):
-            return str(seen)
-        seen = seen.__cause__ or seen.__context__
-    # Megatron's writers run in processes of their own and lose the reason on the way: the disk itself has to tell.
-    if save is not None and shutil.disk_usage(save).free < _FULL_DISK_BYTES:
-        return (
-            f"the disk of --save {save} is full: the checkpoint of this iteration was not written. The last complete "
-            "one (named in latest_checkpointed_iteration.txt) is untouched; free some space and go on with --load."
-        )
-    return None
 
 
 def end_with_owner() -> None:

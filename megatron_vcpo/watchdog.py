@@ -25,6 +25,7 @@ from megatron_vcpo import phases
 EXIT_CODE = 4
 _BEATS_PER_DEADLINE = 20
 _LONGEST_INTERVAL = 15.0  # seconds: what bounds the writes of a thousand ranks to the store
+_GLANCE = 1.0  # seconds between two looks at whether torchrun still lives
 _SHOWN = 8  # ranks named in a message
 # Python files whose innermost frame waits for other ranks.
 _WAITING_IN = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication", "megatron/core/distributed/")
@@ -270,6 +271,27 @@ def failed_in_collective(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return _waits(trace.tb_frame.f_code.co_filename)
+
+
+def end_with_torchrun(rank: int) -> None:
+    """Watch, in a thread, whether the torchrun that started this process is still there, and end with it.
+
+    torchrun ends its ranks itself, unless it is killed: they would train on with nobody to end them. Another parent,
+    such as a shell, may go away as it likes.
+    """
+    owner = os.getppid()
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(_GLANCE)
+        _end_process(
+            f"rank {rank} ends: torchrun (process {owner}), which started it, is gone. Go on from the last checkpoint "
+            "with --load."
+        )
+
+    threading.Thread(target=watch, name="megatron_vcpo torchrun watch", daemon=True).start()
 
 
 def _end_process(message: str) -> None:

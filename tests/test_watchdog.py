@@ -115,6 +115,35 @@ def test_the_watched_thread_may_be_slow_and_a_missing_rank_ends_it(tmp_path: Pat
     phases.enter("start", iteration=0)
 
 
+PARENT = """
+import os, subprocess, sys, time
+child = "import time; from megatron_vcpo.watchdog import end_with_torchrun; end_with_torchrun(3)"
+subprocess.Popen([sys.executable, "-c", child + "; print('on', flush=True); time.sleep(8)"])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "a shell"])
+def test_a_rank_ends_with_a_torchrun_that_is_killed_and_with_no_other_parent(launcher):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    if launcher == "torchrun":
+        environment["TORCHELASTIC_RUN_ID"] = "x"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "on\n"
+    started = time.monotonic()
+    parent.kill()
+    said = parent.communicate(timeout=60)[1]  # until the rank has ended too: it holds the same pipes
+    if launcher == "torchrun":
+        assert f"megatron_vcpo: rank 3 ends: torchrun (process {parent.pid}), which started it, is gone." in said
+        assert time.monotonic() - started < 6.0
+    else:
+        assert said == ""
+        assert time.monotonic() - started > 6.0
+
+
 @pytest.mark.distributed
 def test_processes_that_do_not_meet_end_within_the_deadline_and_slow_ones_do_not():
     worker = Path(__file__).parent / "distributed" / "watchdog_worker.py"

@@ -1,4 +1,5 @@
-"""Faults in whole runs of the supervised warm-up, which needs no engine: overflow, and a process that hangs."""
+"""Faults in whole runs of the supervised warm-up, which needs no engine: overflow, a process that hangs, a resume of
+what is damaged."""
 
 from __future__ import annotations
 
@@ -90,3 +91,38 @@ def test_a_rank_that_hangs_ends_the_run_within_the_deadline_by_name_and_phase(tm
         done.stderr,
     ), done.stderr[-4000:]
     assert re.search(rf"exitcode\s*: {EXIT_CODE} ", done.stderr)
+
+
+def test_what_cannot_be_resumed_is_one_sentence_and_what_has_ended_says_so(tmp_path: Path) -> None:
+    saved = tmp_path / "run"
+    train(tmp_path, "run", 2)
+    task = ("--rollout-environment", "sort_digits", "--rollout-environment-config", '{"n_digits": 3}', *FP16)
+    resume = (*task, "--load", str(saved), "--rollout-run-dir", str(saved))
+
+    done = launch(tmp_path, *resume, "--train-iters", "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"megatron_vcpo: nothing is left to train: the checkpoint in --load {saved} is of iteration 2" in done.stderr
+
+    done = launch(tmp_path, *resume, "--train-iters", "3", "--hidden-size", "128")
+    assert done.returncode == 1
+    assert re.search(
+        rf"megatron_vcpo: the checkpoint \(--load {saved}\) could not be loaded: CheckpointingException: Global shape "
+        r"mismatch .* Either the flags are of another model",
+        done.stderr,
+    ), done.stderr[-4000:]
+    assert "Traceback" not in done.stderr.split("megatron_vcpo: the checkpoint")[-1]
+
+    with (saved / "metrics.jsonl").open("r+") as file:
+        file.write("?")
+    done = launch(tmp_path, *resume, "--train-iters", "3", processes=2)
+    assert done.returncode != 0
+    sentence = re.escape(f"{saved / 'metrics.jsonl'} line 1 is not a metrics record")
+    assert re.search(rf"megatron_vcpo: {sentence}", done.stderr), done.stderr[-4000:]
+    assert re.search(rf"megatron_vcpo: Rank 0 failed: {sentence}", done.stderr), done.stderr[-4000:]
+    assert "MetricsFileError" not in done.stderr
+
+    metadata = saved / "iter_0000002" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:200])
+    done = launch(tmp_path, *resume, "--train-iters", "3")
+    assert done.returncode == 1
+    assert f"megatron_vcpo: the checkpoint (--load {saved}) could not be loaded: " in done.stderr, done.stderr[-4000:]
