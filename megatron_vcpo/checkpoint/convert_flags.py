@@ -28,11 +28,15 @@ class TargetLayout:
     expert: int = 1
     expert_tensor: int | None = None  # None: Megatron's default, the tensor-parallel size
 
+    def __post_init__(self) -> None:
+        """CheckpointError where a size is below 1."""
+        expert_tensor = 1 if self.expert_tensor is None else self.expert_tensor
+        if min(self.tensor, self.pipeline, self.expert, expert_tensor) < 1:
+            raise CheckpointError("Every --target-...-parallel-size must be at least 1.")
+
     def check(self, model: ModelDescription, padded_vocab_size: int) -> None:
         """Raise CheckpointError where the model does not divide over these sizes; the flag to change is named."""
         expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
-        if min(self.tensor, self.pipeline, self.expert, expert_tensor) < 1:
-            raise CheckpointError("Every --target-...-parallel-size must be at least 1.")
         if model.num_layers % self.pipeline:
             raise CheckpointError(
                 f"{model.num_layers} layers do not divide over --target-pipeline-parallel-size {self.pipeline}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_vcpo.checkpoint.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_DAMAGED = (OSError, RuntimeError, EOFError, AssertionError, pickle.UnpicklingError)
+# What PyTorch says to files that are cut short or hold something else: pickle has no errors of its own for most.
+_DAMAGED = (OSError, RuntimeError, EOFError, AssertionError, LookupError, TypeError, ValueError, pickle.UnpicklingError)
 
 
 class TorchDistFolder:
@@ -51,8 +53,12 @@ class TorchDistFolder:
     def common(self) -> dict[str, Any]:
         """What is stored beside tensors: arguments, iteration, version of the content."""
         from megatron.core.dist_checkpointing import load_common_state_dict
+        from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        state = load_common_state_dict(self.path)
+        try:
+            state = load_common_state_dict(self.path)
+        except (*_DAMAGED, AttributeError, ImportError, CheckpointingException) as error:
+            raise CheckpointError(f"The arguments in {self.path} cannot be read ({error}).") from error
         if not isinstance(state.get("args"), argparse.Namespace):
             raise CheckpointError(f"{self.path} holds no arguments, so that its model is unknown.")
         return state
@@ -130,7 +136,10 @@ def locate(folder: Path, step: int | None = None) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {folder}.")
     path = folder
-    if not (folder / "metadata.json").is_file():
+    if (folder / "metadata.json").is_file():
+        if step is not None and folder.absolute().name != f"iter_{step:07d}":
+            raise CheckpointError(f"{folder} is the folder of one iteration, and not of {step}; drop --step.")
+    else:
         tracker = folder / TRACKER
         if not tracker.is_file():
             raise CheckpointError(f"{folder} is no Megatron checkpoint: it holds neither {TRACKER} nor metadata.json.")
@@ -145,4 +154,15 @@ def locate(folder: Path, step: int | None = None) -> Path:
             f"{path} is not a complete checkpoint in the torch_dist format (--ckpt-format torch_dist); the legacy "
             "formats are not read."
         )
+    _check_format(path / "metadata.json")
     return path
+
+
+def _check_format(path: Path) -> None:
+    """metadata.json says that the checkpoint is in the torch_dist format."""
+    try:
+        backend = json.loads(path.read_text())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error!r}); copy the checkpoint again.") from error
+    if backend != "torch_dist":
+        raise CheckpointError(f"{path.parent} is in the format {backend!r}; only torch_dist is read.")

@@ -15,7 +15,7 @@ from megatron_vcpo.checkpoint.convert_entries import Entries, assemble, global_s
 from megatron_vcpo.checkpoint.convert_model import args_from_checkpoint, build_model, describe_args
 from megatron_vcpo.checkpoint.convert_read import TorchDistFolder, is_megatron
 from megatron_vcpo.checkpoint.description import ModelDescription, describe_hf
-from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.errors import CheckpointError, some
 from megatron_vcpo.checkpoint.load_hf import check_names
 from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.sync.naming import ParameterSpec, export_tensors, import_shard, join_experts
@@ -135,14 +135,8 @@ class MegatronSource(Source):
         state = self._folder.common()
         self.saved_args = state["args"]
         self.args = args_from_checkpoint(state["args"])
-        vocab_size = vocab_size or self.args.vocab_size
-        if not vocab_size:
-            raise CheckpointError(
-                f"{self.path} does not know its true vocabulary, only the padded {self.args.padded_vocab_size}; "
-                "give --vocab-size."
-            )
-        self.description = describe_args(self.args, vocab_size)
         self.padded_vocab_size = int(self.args.padded_vocab_size)
+        self.description = describe_args(self.args, self._vocab_size(vocab_size))
         super().__init__()
         stored = self._folder.tensors
         self.metadata = {
@@ -179,6 +173,23 @@ class MegatronSource(Source):
         files = sorted([*self.path.glob("*.distcp"), self.path / ".metadata"])
         return {"source": str(self.path.absolute()), "files": [_identity(file) for file in files]}
 
+    def _vocab_size(self, given: int | None) -> int:
+        """The true vocabulary: what the checkpoint records, or what was given where it records none."""
+        if self.args.vocab_size:
+            check_vocab_size(self.path, self.args.vocab_size, given)
+            return int(self.args.vocab_size)
+        if given is None:
+            raise CheckpointError(
+                f"{self.path} does not know its true vocabulary, only the padded {self.padded_vocab_size}; "
+                "give --vocab-size."
+            )
+        if not 0 < given <= self.padded_vocab_size:
+            raise CheckpointError(
+                f"--vocab-size {given} cannot be the true vocabulary of {self.path}, whose padded one is "
+                f"{self.padded_vocab_size}; give a number from 1 to that."
+            )
+        return given
+
     def _key(self, spec: ParameterSpec, key: str) -> str:
         """The key in the checkpoint: the local layer spec's, or Transformer Engine's."""
         if key in self._folder.tensors:
@@ -195,8 +206,8 @@ class MegatronSource(Source):
                 if self._key(spec, key) not in self._folder.tensors:
                     missing.append(key)
         unknown = [key for key in self._folder.tensors if key not in known and not _NOT_WEIGHTS.search(key)]
-        problems = [f"it lacks {_some(missing)}"] if missing else []
-        problems += [f"it also holds {_some(unknown)}"] if unknown else []
+        problems = [f"it lacks {some(missing)}"] if missing else []
+        problems += [f"it also holds {some(unknown)}"] if unknown else []
         if problems:
             raise CheckpointError(
                 f"{self.path} does not hold a {self.description.family.name} model: {'; '.join(problems)}."
@@ -204,10 +215,26 @@ class MegatronSource(Source):
 
 
 def open_source(folder: str | Path, *, step: int | None = None, vocab_size: int | None = None) -> Source:
-    """The checkpoint in a folder, of either kind. Call it in `single_process`."""
+    """The checkpoint in a folder, of either kind. Call it in `single_process`.
+
+    Raises:
+        CheckpointError: it cannot be read, or `step` or `vocab_size` are not for it.
+    """
     if is_megatron(folder):
         return MegatronSource(folder, step=step, vocab_size=vocab_size)
-    return HuggingFaceSource(folder)
+    if step is not None:
+        raise CheckpointError(
+            f"{folder} is no folder of a Megatron run, so that it has no iteration {step}; drop --step-a or --step-b."
+        )
+    source = HuggingFaceSource(folder)
+    check_vocab_size(source.path, source.description.vocab_size, vocab_size)
+    return source
+
+
+def check_vocab_size(path: Path, recorded: int, given: int | None) -> None:
+    """CheckpointError where --vocab-size contradicts what the checkpoint records."""
+    if given not in (None, recorded):
+        raise CheckpointError(f"{path} records a vocabulary of {recorded}, not --vocab-size {given}; drop the flag.")
 
 
 def convert(tensor: torch.Tensor, dtype: torch.dtype, name: str, path: Path) -> torch.Tensor:
@@ -227,8 +254,3 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype, name: str, path: Path) -> 
 def _identity(file: Path) -> list[Any]:
     status = file.stat()
     return [file.name, status.st_size, status.st_mtime_ns]
-
-
-def _some(names: list[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.sync.naming import Family, LatentSizes, ModelShape
+from megatron_vcpo.sync.naming import Family, LatentSizes, ModelShape, NamingError
 
 # Megatron fixes the other parameters of Llama 3's rope scaling (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -94,23 +94,26 @@ class ModelDescription:
     swiglu_limit: float | None = None  # GPT-OSS's clamped activation
 
     def shape(self, padded_vocab_size: int) -> ModelShape:
-        """The sizes for the table of names."""
-        return ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_query_groups=self.num_query_groups,
-            head_dim=self.head_dim,
-            ffn_hidden_size=self.ffn_hidden_size,
-            vocab_size=self.vocab_size,
-            padded_vocab_size=padded_vocab_size,
-            tied_embeddings=self.tied_embeddings,
-            num_experts=self.num_experts,
-            moe_ffn_hidden_size=self.moe_ffn_hidden_size,
-            moe_layers=self.moe_layers,
-            shared_ffn_hidden_size=self.shared_ffn_hidden_size,
-            latent=self.latent,
-        )
+        """The sizes for the table of names; CheckpointError where they do not fit each other."""
+        try:
+            return ModelShape(
+                num_layers=self.num_layers,
+                hidden_size=self.hidden_size,
+                num_heads=self.num_heads,
+                num_query_groups=self.num_query_groups,
+                head_dim=self.head_dim,
+                ffn_hidden_size=self.ffn_hidden_size,
+                vocab_size=self.vocab_size,
+                padded_vocab_size=padded_vocab_size,
+                tied_embeddings=self.tied_embeddings,
+                num_experts=self.num_experts,
+                moe_ffn_hidden_size=self.moe_ffn_hidden_size,
+                moe_layers=self.moe_layers,
+                shared_ffn_hidden_size=self.shared_ffn_hidden_size,
+                latent=self.latent,
+            )
+        except NamingError as error:
+            raise CheckpointError(f"This {self.family.name} model cannot be: {error}") from error
 
 
 def refuse(start: str, found: dict[str, bool], reason: str) -> None:

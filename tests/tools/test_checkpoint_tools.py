@@ -140,6 +140,9 @@ def test_a_checkpoint_without_its_true_vocabulary_asks_for_it(
     arguments = [str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet"]
     assert convert_megatron_to_hf.main(arguments) == 1
     assert "only the padded 128; give --vocab-size." in capsys.readouterr().err
+    for size in ("0", "129", "-3"):
+        assert convert_megatron_to_hf.main([*arguments, "--vocab-size", size]) == 1
+        assert f"--vocab-size {size} cannot be the true vocabulary" in capsys.readouterr().err
     assert convert_megatron_to_hf.main([*arguments, "--vocab-size", str(VOCAB)]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert before.keys() == after.keys()
@@ -166,3 +169,64 @@ def test_run_by_its_path_a_tool_says_only_its_own_words(tmp_path: Path) -> None:
     assert said[2] == f"# written to {tmp_path / 'out'}"
     assert done.stdout.startswith("MODEL_ARGS=(\n")
     assert f"--load {tmp_path / 'out'}" in done.stdout
+
+
+def refused(tool: Any, capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """The one sentence with which a tool ends."""
+    assert tool.main([*map(str, arguments), "--quiet"]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_a_vocabulary_or_iteration_that_is_not_the_checkpoints_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_hf_model(tmp_path / "hf", "llama", tied=True)
+    hf, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    assert convert_hf_to_megatron.main([str(hf), str(megatron), "--quiet"]) == 0
+    capsys.readouterr()
+    for size in ("5", "0", "500"):
+        said = f"records a vocabulary of {VOCAB}, not --vocab-size {size}; drop the flag."
+        assert said in refused(convert_megatron_to_hf, capsys, megatron, back, "--vocab-size", size)
+        assert said in refused(verify_checkpoint, capsys, megatron, hf, "--vocab-size", size)
+        assert said in refused(verify_checkpoint, capsys, hf, hf, "--vocab-size", size)
+    assert "has no iteration 3; drop --step-a" in refused(verify_checkpoint, capsys, hf, megatron, "--step-a", "3")
+    assert "is the folder of one iteration, and not of 3" in refused(
+        convert_megatron_to_hf, capsys, megatron / "release", back, "--step", "3"
+    )
+    assert not list(tmp_path.glob("back*"))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"sharded_back', b"\x80\xff\x00", b"[]", b"{}"], ids=["empty", "cut", "binary", "list", "object"]
+)
+def test_a_damaged_metadata_json_is_one_sentence(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (".metadata", "metadata.json"):
+        (tmp_path / name).write_bytes(content)
+    for tool in (convert_megatron_to_hf, verify_checkpoint):
+        assert "metadata.json is damaged" in refused(tool, capsys, tmp_path, tmp_path / "out")
+
+
+def test_sizes_and_targets_that_cannot_be_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_hf_model(tmp_path / "hf", "llama", tied=True)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    zero = ("--target-tensor-parallel-size", "0")
+    assert "must be at least 1" in refused(convert_hf_to_megatron, capsys, tmp_path / "hf", tmp_path / "out", *zero)
+    assert "not the name of a folder" in refused(convert_hf_to_megatron, capsys, tmp_path / "hf", "/")
+    assert "is a symbolic link" in refused(convert_hf_to_megatron, capsys, tmp_path / "hf", tmp_path / "link")
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "link"}
+
+
+def test_a_model_whose_sizes_do_not_fit_each_other_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_hf_model(tmp_path / "hf", "llama", tied=True)
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 3}))
+    said = refused(verify_checkpoint, capsys, tmp_path / "hf", tmp_path / "hf")
+    assert "4 attention heads do not divide into 3 query groups" in said
