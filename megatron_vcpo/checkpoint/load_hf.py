@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from megatron_vcpo.agreement import raise_together
-from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.describe_hf import describe_hf
+from megatron_vcpo.checkpoint.errors import CheckpointError, some
 from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.sync.match import match_model
 from megatron_vcpo.sync.naming import Family, Layout, ModelShape, ParameterSpec, import_shard
@@ -59,16 +60,43 @@ def load_hf_checkpoint(
     return len(match.local)
 
 
-def check_names(source: SafetensorsFolder, specs: Sequence[ParameterSpec], shape: ModelShape) -> None:
-    """Every tensor of the table is in the checkpoint with its shape, and nothing else is."""
+def check_hf_folder(folder: str | Path) -> None:
+    """The folder holds the weights of its config.json, all of them and nothing else; only headers are read.
+
+    It needs no process group and no model: call it before either exists.
+
+    Raises:
+        CheckpointError: an unknown model, an unreadable file, tensors that are missing, unknown, of another shape or
+            quantized.
+    """
+    model = describe_hf(folder)
+    shape = model.shape(model.vocab_size)
+    check_names(SafetensorsFolder(folder), model.family.parameters(shape), shape, values=False)
+
+
+def check_names(
+    source: SafetensorsFolder, specs: Sequence[ParameterSpec], shape: ModelShape, *, values: bool = True
+) -> None:
+    """Every tensor of the table is in the checkpoint with its shape, and nothing else is.
+
+    Args:
+        source: the checkpoint.
+        specs: the table of its family.
+        shape: sizes of the model.
+        values: also read an output layer that a tied model stores, and compare it with the embedding.
+
+    Raises:
+        CheckpointError: one sentence with the first tensors of each problem.
+    """
     expected = dict(pair for spec in specs for pair in spec.hf)
     names = {name for name in source.names() if not _IGNORED.search(name)}
     if shape.tied_embeddings and _LM_HEAD in names:
-        _check_tied(source)
+        if values:
+            _check_tied(source)
         names.discard(_LM_HEAD)
     problems = []
-    if missing := [name for name in expected if name not in names]:
-        problems.append(f"it lacks {', '.join(missing)}")
+    if missing := expected.keys() - names:
+        problems.append(f"it lacks {some(missing)}")
     further = {name: m[1] for name in names if (m := _LAYER.match(name)) and int(m[2]) >= shape.num_layers}
     if further:
         layers = ", ".join(sorted(set(further.values())))
@@ -77,12 +105,19 @@ def check_names(source: SafetensorsFolder, specs: Sequence[ParameterSpec], shape
             "which are not trained here; leave their tensors out of the checkpoint"
         )
     if unknown := sorted(names - set(expected) - set(further)):
-        problems.append(f"it also holds {', '.join(unknown)}")
-    for name in sorted(names & set(expected)):
-        if source.shape(name) != expected[name]:
-            problems.append(f"{name} is {source.shape(name)}, the model needs {expected[name]}")
-        if not source.is_float(name):
-            problems.append(f"{name} is not stored as floating point (a quantized checkpoint?)")
+        problems.append(f"it also holds {some(unknown)}")
+    found = names & set(expected)
+    misshapen = {
+        f"{name} is {source.shape(name)}, the model needs {expected[name]}"
+        for name in found
+        if source.shape(name) != expected[name]
+    }
+    rounded = {
+        f"{name} is not stored as floating point (a quantized checkpoint?)"
+        for name in found
+        if not source.is_float(name)
+    }
+    problems += [some(group) for group in (misshapen, rounded) if group]
     if problems:
         raise CheckpointError(f"{source.folder} is not a checkpoint of this model: {'; '.join(problems)}.")
 

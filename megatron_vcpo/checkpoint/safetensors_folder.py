@@ -44,9 +44,13 @@ class SafetensorsFolder:
         """Shape, from the header."""
         return tuple(self.slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Type as the format calls it: 'BF16', 'I8', 'F8_E4M3'."""
+        return str(self.slice(name).get_dtype())
+
     def is_float(self, name: str) -> bool:
         """Whether the tensor is stored as plain floating point (not quantized)."""
-        return self.slice(name).get_dtype() in _FLOAT_TYPES
+        return self.dtype(name) in _FLOAT_TYPES
 
     def release(self) -> None:
         """Close the files, whose mapped pages count as this process's memory; the next read opens what it needs."""
@@ -69,7 +73,9 @@ class SafetensorsFolder:
             weight_map = dict(json.loads(index.read_text())["weight_map"])
             if not all(isinstance(file, str) for file in weight_map.values()):
                 raise TypeError("the place of a tensor is no file name")
-        except (ValueError, KeyError, TypeError) as error:
+            if not weight_map:
+                raise ValueError("it names no tensor")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}.") from error
         files: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():

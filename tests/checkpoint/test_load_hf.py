@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
+from megatron_vcpo.checkpoint.load_hf import check_hf_folder, load_hf_checkpoint
 from megatron_vcpo.sync.naming import ModelShape, family_by_name
-from tests.oracle.model_pairs import VOCAB, gpt_models, save_hf_model, transformer_config
+from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 
 def load(folder: Path, *, tied: bool = True, name: str = "llama", **changes: Any) -> Any:
@@ -137,3 +137,36 @@ def test_an_index_that_disagrees_with_its_files_is_refused(checkpoint: Path) -> 
         index.write_bytes(bad)
         with pytest.raises(CheckpointError, match=r"not a safetensors index|it lacks"):
             load(sharded)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_a_whole_folder_passes_the_check_of_headers(name: str, tied: bool, tmp_path: Path) -> None:
+    save_hf_model(tmp_path, name, tied=tied)
+    check_hf_folder(tmp_path)
+
+
+def test_headers_tell_what_is_missing_misshapen_or_quantized_without_a_model(tmp_path: Path) -> None:
+    save_hf_model(tmp_path, "llama", tied=True)
+    edit(tmp_path, lm_head__weight=torch.zeros(VOCAB, 32))  # tied: values are compared when the model is loaded
+    check_hf_folder(tmp_path)
+    for changes, said in (
+        ({"model__norm__weight": None}, "it lacks model.norm.weight"),
+        ({"model__norm__weight": torch.zeros(31)}, "model.norm.weight is (31,), the model needs (32,)"),
+        ({"model__norm__weight": torch.zeros(32, dtype=torch.int8)}, "not stored as floating point"),
+    ):
+        edit(tmp_path, **changes)
+        with pytest.raises(CheckpointError) as caught:
+            check_hf_folder(tmp_path)
+        assert said in str(caught.value)
+
+
+def test_an_empty_checkpoint_is_a_short_sentence(tmp_path: Path) -> None:
+    save_hf_model(tmp_path, "llama", tied=True)
+    path = tmp_path / "model.safetensors"
+    save_file({}, path)
+    with pytest.raises(CheckpointError, match=r"it lacks model\.embed_tokens\.weight, .* and 15 more\."):
+        check_hf_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match=r"is not a safetensors index: .*it names no tensor"):
+        check_hf_folder(tmp_path)
