@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, or 1 after one sentence on stderr."""
+    """Return the exit code: 0, or 2 after one sentence on stderr."""
     parser = _parser()
     options = parser.parse_args(arguments)
     for name in ("calibration", "measured", "response_tokens", "max_prompt_tokens"):
@@ -72,10 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except (CheckpointError, EnvironmentSetupError) as error:
         print(f"quantize_for_rollout: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"quantize_for_rollout: {options.target} could not be written: {error}.", file=sys.stderr)
-        return 1
+        return 2
     print("\n".join(result.lines()))
     print(options.target)
     return 0
@@ -88,6 +85,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         config = json.loads(options.environment_config)
     except json.JSONDecodeError as error:
         raise EnvironmentSetupError(f"--environment-config is not JSON ({error}).") from error
+    if not isinstance(config, dict):
+        raise EnvironmentSetupError(f"--environment-config must be a JSON object, not {options.environment_config!r}.")
     environment = make_environment(
         options.environment, split="train", seed=options.seed, config=config, prompts_file=options.prompts
     )

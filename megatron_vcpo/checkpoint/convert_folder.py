@@ -82,8 +82,7 @@ class PartialFolder:
         part = PartFile(final.with_name(final.name + ".tmp"))
         try:
             yield part
-            # safetensors makes files that only their owner can read
-            part.path.chmod(os.fstat(self._journal.fileno()).st_mode & 0o777)
+            self._let_read(part.path)
             _sync(part.path)
             part.path.rename(final)
             _sync(final.parent)
@@ -107,9 +106,15 @@ class PartialFolder:
     def adopt(self, name: str) -> None:
         """Note a file that another package wrote under its own name; it has to be complete."""
         path = self.path / name
+        self._let_read(path)
         _sync(path)
         self._note({"file": name, "bytes": path.stat().st_size, "record": None})
         self.finished[name] = None
+
+    def adopt_all(self) -> None:
+        """`adopt` every file that is not in the journal: another package has just written them all."""
+        for path in sorted(self._strays()):
+            self.adopt(str(path.relative_to(self.path)))
 
     def commit(self) -> None:
         """Give the folder its name. Everything that makes it loadable has to be in it.
@@ -149,7 +154,9 @@ class PartialFolder:
                 f"{self.path} is in the way: it holds no conversion that was begun; move it or choose another folder."
             )
         if _is_filled(self._old) and not (self._old / PROVENANCE).is_file():
-            raise CheckpointError(f"{self._old} is in the way: no converter wrote it; move it or choose another folder.")
+            raise CheckpointError(
+                f"{self._old} is in the way: no converter wrote it; move it or choose another folder."
+            )
 
     def _refuse_target(self, overwrite: bool) -> None:
         if self.target.is_symlink():
@@ -211,6 +218,10 @@ class PartialFolder:
         """Files that are not in the journal."""
         known = {self.path / name for name in (*self.finished, _JOURNAL)}
         return [path for path in self.path.rglob("*") if path not in known and (path.is_symlink() or not path.is_dir())]
+
+    def _let_read(self, path: Path) -> None:
+        """Give a file the usual mode: safetensors makes files that only their owner can read."""
+        path.chmod(os.fstat(self._journal.fileno()).st_mode & 0o777)
 
     def _note(self, line: dict[str, Any]) -> None:
         self._journal.write(json.dumps(line) + "\n")

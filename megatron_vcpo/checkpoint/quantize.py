@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.convert_folder import PartialFolder
+from megatron_vcpo.checkpoint.describe_hf import describe_hf
+from megatron_vcpo.checkpoint.errors import CheckpointError, some
 from megatron_vcpo.checkpoint.hf_config import tokenizer_files
+from megatron_vcpo.checkpoint.load_hf import check_hf_folder
+from megatron_vcpo.checkpoint.quantize_stream import is_quantized
 from megatron_vcpo.objective import kl_estimate
 from megatron_vcpo.rollout.sampler import encode_prompt
 
@@ -24,7 +28,7 @@ TOO_FAR = 0.3
 """Mean mismatch, nats a token, at which training refuses the engine after the first sync (--sync-verify-tolerance)."""
 
 REPORT_FILE = "quantization_report.json"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the families' config.json call their number
+_MAKER = {"to": "quantized"}  # what marks a partial folder as this tool's; the report says what it was made from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,8 @@ def quantize(source: Path, target: Path, prompts: Sequence[str], options: Quanti
         options: format and amounts.
 
     Raises:
-        CheckpointError: the optimizer is missing, there are too few prompts, or a folder cannot be used.
+        CheckpointError: the optimizer is missing, there are too few prompts, the source is not a whole unquantized
+            checkpoint of a known family with its tokenizer, or the target cannot be made.
     """
     require_optimizer(options.format)
     if len(prompts) < options.calibration + options.measured:
@@ -115,13 +120,40 @@ def quantize(source: Path, target: Path, prompts: Sequence[str], options: Quanti
         )
     if target.exists():
         raise CheckpointError(f"{target} exists already; name a new folder.")
-    if not (source / "config.json").is_file():
-        raise CheckpointError(f"{source} holds no config.json, so it is not a Hugging Face checkpoint.")
+    _check_source(source, options.format)
     copies = tokenizer_files(source, flag="SOURCE")
-    model, tokenizer = _load(source)
-    if options.format == "int8" and any(getattr(model.config, name, None) for name in _EXPERTS):
+    tokenizer = _tokenizer(source, chat=options.chat)
+    folder = PartialFolder(target, _MAKER)
+    try:
+        result = _quantize_into(folder, source, tokenizer, prompts, options)
+        for file in copies:
+            with folder.file(file.name) as part:
+                shutil.copyfile(file, part.path)
+        folder.write_text(REPORT_FILE, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    except BaseException as error:
+        folder.discard()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} could not be written: {error}.") from error
+        raise
+    folder.commit()
+    return result
+
+
+def _check_source(source: Path, kind: str) -> None:
+    """Everything that config.json and the headers of the files tell about the weights."""
+    model = describe_hf(source)
+    if is_quantized(source):
+        raise CheckpointError(f"{source} is quantized already; give the original checkpoint.")
+    if kind == "int8" and model.num_experts:
         raise CheckpointError("--format int8: vLLM has no INT8 experts with calibrated activations; use --format fp8.")
-    bytes_before = _checkpoint_bytes(source)
+    check_hf_folder(source)
+
+
+def _quantize_into(
+    folder: PartialFolder, source: Path, tokenizer: Any, prompts: Sequence[str], options: QuantizeOptions
+) -> QuantizationReport:
+    """Sample, calibrate, measure, and write the model."""
+    model = _load(source)
     options.progress("sampling responses")
     sequences = list(_sequences(model, tokenizer, prompts, options))
     calibrated, measured = sequences[: options.calibration], sequences[options.calibration :]
@@ -130,34 +162,50 @@ def quantize(source: Path, target: Path, prompts: Sequence[str], options: Quanti
     model = _calibrate(model, options.format, calibrated)
     after = _logprobs(model, measured)
     options.progress("writing")
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    _export(model, partial, options.format)
-    for file in copies:
-        shutil.copyfile(file, partial / file.name)
-    result = QuantizationReport(
+    _export(model, folder.path, options.format)
+    folder.adopt_all()
+    return QuantizationReport(
         format=options.format,
         source=str(source.absolute()),
         calibration_sequences=len(calibrated),
         calibration_tokens=sum(ids.numel() for ids, _ in calibrated),
-        bytes_before=bytes_before,
-        bytes_after=_checkpoint_bytes(partial),
+        bytes_before=_checkpoint_bytes(source),
+        bytes_after=_checkpoint_bytes(folder.path),
         mismatch=_mismatch(before, after),
     )
-    (partial / REPORT_FILE).write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
-    partial.replace(target)
-    return result
 
 
 _Sequence = tuple[torch.Tensor, int]  # ids [n] and the length of the prompt
 
 
-def _load(source: Path) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _tokenizer(source: Path, *, chat: bool) -> Any:
+    """The source's tokenizer, which has a chat template where one is asked for."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    except Exception as error:  # the tokenizers package raises plain Exception
+        words = " ".join(str(error).split()).rstrip(".")
+        raise CheckpointError(
+            f"The tokenizer of {source} cannot be loaded ({type(error).__name__}: {words})."
+        ) from error
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise CheckpointError(f"--chat-template: the tokenizer of {source} has no chat template; drop the flag.")
+    return tokenizer
+
+
+def _load(source: Path) -> Any:
+    """The model on the device; CheckpointError where it cannot be loaded or a weight is not finite."""
+    from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(source, local_files_only=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{source} cannot be loaded: {' '.join(str(error).split())}") from error
+    if damaged := [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]:
+        raise CheckpointError(f"{source} holds values that are not finite, in {some(damaged)}; it is damaged.")
+    return model
 
 
 @torch.no_grad()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megatron_vcpo.checkpoint import quantize
+from megatron_vcpo.checkpoint.convert_folder import PartialFolder
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.quantize import (
     REPORT_FILE,
@@ -19,6 +23,7 @@ from megatron_vcpo.checkpoint.quantize import (
     QuantizeOptions,
     _load,
     _sequences,
+    _tokenizer,
 )
 from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Sampling
@@ -101,7 +106,7 @@ def fake_quantized(folder: Path, model: torch.nn.Module, kind: str) -> torch.nn.
 def test_the_reported_mismatch_is_that_of_the_exported_weights(folders: dict[tuple[str, str], Path], kind: str) -> None:
     folder = folders["llama", kind]
     source = folder.parent / "llama"
-    model, tokenizer = _load(source)
+    model, tokenizer = _load(source), _tokenizer(source, chat=False)
     options = QuantizeOptions(
         format=kind, calibration=CALIBRATION, measured=MEASURED, response_tokens=TOKENS, max_prompt_tokens=64, seed=5
     )
@@ -189,7 +194,7 @@ def test_vllm_loads_the_fp8_export_where_it_has_the_kernels(folders: dict[tuple[
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    assert tool(*arguments) == 1
+    assert tool(*arguments) == 2
     sentence = capsys.readouterr().err.strip().splitlines()[-1]
     assert sentence.startswith("quantize_for_rollout: ")
     return sentence
@@ -211,6 +216,115 @@ def test_the_tool_refuses_in_one_sentence_and_leaves_nothing(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "CUDA device" in refused(capsys, source, target, "nvfp4")
     assert not list(tmp_path.glob("target*"))
+
+
+Damage = Callable[[Path], object]
+
+
+def settings(**changes: Any) -> Damage:
+    """Change config.json."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    """Change the weights, given as a dictionary."""
+
+    def rewrite(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        edit(state)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return rewrite
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+SOURCES: dict[str, tuple[Damage, str]] = {
+    "a missing tensor": (tensors(lambda state: state.pop(DOWN)), f"it lacks {DOWN}"),
+    "more layers than weights": (settings(num_hidden_layers=3), "it lacks model.layers.2."),
+    "another family": (settings(model_type="qwen3"), "self_attn.q_norm.weight"),
+    "an unknown family": (settings(model_type="bert"), "model_type 'bert'"),
+    "another shape": (tensors(lambda state: state.update({DOWN: torch.ones(64, 96)})), "the model needs (64, 128)"),
+    "integers": (tensors(lambda state: state.update({DOWN: torch.ones(64, 128, dtype=torch.int8)})), "floating point"),
+    "a truncated file": (cut, "is not a complete safetensors file"),
+    "config.json cut": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not a model"),
+    "config.json a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a model"),
+    "quantized already": (settings(quantization_config={"quant_method": "modelopt"}), "is quantized already"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "holds no Hugging Face tokenizer"),
+    "a damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_a_source_that_is_no_whole_checkpoint_is_refused_before_it_is_loaded(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "require_optimizer", lambda kind: None)
+    monkeypatch.setattr(quantize_for_rollout, "require_optimizer", lambda kind: None)
+    monkeypatch.setattr(quantize, "_load", lambda source: pytest.fail("the model was loaded"))
+    damage, said = SOURCES[case]
+    source = tiny_models.save("llama", 0, tmp_path / "llama")
+    damage(source)
+    assert said in refused(capsys, source, tmp_path / "target", "fp8")
+    assert not list(tmp_path.glob("target*"))
+
+
+def test_a_weight_that_is_not_finite_is_named_and_nothing_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
+    source = tiny_models.save("llama", 0, tmp_path / "llama")
+    tensors(lambda state: state[DOWN][3, 4].fill_(torch.nan))(source)
+    assert f"not finite, in {DOWN}" in refused(capsys, source, tmp_path / "target", "fp8")
+    assert not list(tmp_path.glob("target*"))
+
+
+def test_flags_and_targets_that_cannot_be_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "require_optimizer", lambda kind: None)
+    monkeypatch.setattr(quantize_for_rollout, "require_optimizer", lambda kind: None)
+    monkeypatch.setattr(quantize, "_load", lambda source: pytest.fail("the model was loaded"))
+    source, target = tiny_models.save("llama", 0, tmp_path / "llama"), tmp_path / "target"
+    assert "has no chat template" in refused(capsys, source, target, "fp8", "--chat-template")
+    for config in ("[]", "3", '"x"', "null"):
+        assert "must be a JSON object" in refused(capsys, source, target, "fp8", "--environment-config", config)
+    assert "cannot be written" in refused(capsys, source, source / "config.json" / "out", "fp8")
+    assert "cannot be written" in refused(capsys, source, Path("/proc/out"), "fp8")
+
+
+def test_a_partial_folder_of_someone_else_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "require_optimizer", lambda kind: None)
+    monkeypatch.setattr(quantize_for_rollout, "require_optimizer", lambda kind: None)
+    thesis = tmp_path / "target.partial" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years")
+    source = tiny_models.save("llama", 0, tmp_path / "llama")
+    assert "target.partial is in the way" in refused(capsys, source, tmp_path / "target", "fp8")
+    assert thesis.read_text() == "years"
+
+
+def test_what_a_killed_run_of_this_tool_left_is_made_anew(folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    folder = PartialFolder(tmp_path / "target", quantize._MAKER)
+    (folder.path / "model.safetensors").write_text("half")
+    folder.close()
+    made = folders["llama", "fp8"]
+    assert tool(made.parent / "llama", tmp_path / "target", "fp8") == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"target"}
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "target" / name).read_bytes() == (made / name).read_bytes()
+        assert (tmp_path / "target" / name).stat().st_mode == (tmp_path / "target" / REPORT_FILE).stat().st_mode
 
 
 @pytest.mark.parametrize("mean", [0.02, 1.1])
@@ -258,3 +372,86 @@ def test_a_stream_of_another_model_is_refused(folders: dict[tuple[str, str], Pat
     name = "model.layers.0.mlp.experts.0.gate_proj.weight"
     with pytest.raises(CheckpointError, match=r"came without those they share a scale with: model\.layers\.0"):
         list(experts.stream(iter([(name, torch.ones(32, 64))])))
+
+
+@pytest.mark.parametrize("content", [None, "x", [], 3, False])
+def test_a_folder_that_describes_no_quantization_is_one_sentence(tmp_path: Path, content: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": content}))
+    with pytest.raises(CheckpointError, match=r"config\.json describes no quantized checkpoint"):
+        QuantizationRecipe(tmp_path)
+
+
+def test_a_file_as_folder_and_a_folder_as_file_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    for name in ("file", "folder"):
+        with pytest.raises(CheckpointError, match=rf"{name}/config\.json cannot be read"):
+            QuantizationRecipe(tmp_path / name)
+
+
+def drop_layer(state: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in state if name.startswith("model.layers.1.")]:
+        del state[name]
+
+
+def put(name: str, value: torch.Tensor) -> Damage:
+    return tensors(lambda state: state.update({name: value}))
+
+
+def lose(name: str) -> Damage:
+    return tensors(lambda state: state.pop(name))
+
+
+MATRIX = "model.layers.0.self_attn.q_proj"
+RECIPES: dict[str, tuple[str, Damage, str]] = {
+    "no second layer": ("fp8", tensors(drop_layer), "it lacks model.layers.1.input_layernorm.weight"),
+    "no norm": ("int8", lose("model.norm.weight"), "it lacks model.norm.weight"),
+    "no scale of inputs": ("int8", lose(f"{MATRIX}.input_scale"), f"it lacks {MATRIX}.input_scale"),
+    "no scale": ("fp8", lose(f"{MATRIX}.weight_scale"), f"{MATRIX}.weight is stored as F8_E4M3"),
+    "many scales in fp8": ("fp8", put(f"{MATRIX}.weight_scale", torch.ones(64)), "(64,), one scale for the whole"),
+    "few scales in int8": ("int8", put(f"{MATRIX}.weight_scale", torch.ones(3, 1)), "each of the 64 rows"),
+    "one scale in int8": ("int8", put(f"{MATRIX}.weight_scale", torch.ones(())), "each of the 64 rows"),
+    "integer scales": ("fp8", put(f"{MATRIX}.input_scale", torch.ones((), dtype=torch.int8)), "stored as I8"),
+    "another type": ("fp8", put(f"{MATRIX}.weight", torch.zeros(64, 64, dtype=torch.int8)), "stored as I8"),
+    "another shape": ("int8", put(f"{MATRIX}.weight", torch.zeros(3, 64, dtype=torch.int8)), "needs (64, 64)"),
+    "a further tensor": ("fp8", put("model.layers.0.self_attn.k_proj.k_scale", torch.ones(1)), "it also holds"),
+    "more layers": ("fp8", settings(num_hidden_layers=3), "it lacks model.layers.2."),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_tensors_that_are_not_the_models_are_named_before_anything_starts(
+    case: str, folders: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
+    kind, damage, said = RECIPES[case]
+    folder = shutil.copytree(folders["llama", kind], tmp_path / "folder")
+    damage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        QuantizationRecipe(folder)
+    assert said in str(caught.value)
+
+
+GROUP = {
+    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "type": "int", "dynamic": False},
+}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {},
+        None,
+        [],
+        {"group_0": 3},
+        {"group_0": {"weights": GROUP["weights"]}},
+        {"group_0": GROUP | {"weights": GROUP["weights"] | {"strategy": "tensor"}}},
+        {"group_0": GROUP | {"weights": GROUP["weights"] | {"symmetric": False}}},
+        {"group_0": GROUP | {"weights": GROUP["weights"] | {"num_bits": 4}}},
+        {"group_0": GROUP, "group_1": GROUP | {"input_activations": None}},
+    ],
+)
+def test_config_groups_have_to_describe_what_the_stream_makes(tmp_path: Path, groups: Any) -> None:
+    quantization = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    with pytest.raises(CheckpointError, match="has no config_groups of symmetric INT8 weights"):
+        QuantizationRecipe(write(tmp_path / "folder", quantization))
