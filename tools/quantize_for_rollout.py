@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, or 2 after one sentence on stderr."""
+    """Return the exit code: 0, 2 after one sentence on stderr, 130 when interrupted."""
     parser = _parser()
     options = parser.parse_args(arguments)
     for name in ("calibration", "measured", "response_tokens", "max_prompt_tokens"):
@@ -73,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, EnvironmentSetupError) as error:
         print(f"quantize_for_rollout: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"quantize_for_rollout: interrupted; nothing is left of {options.target}.", file=sys.stderr)
+        return 130
     print("\n".join(result.lines()))
     print(options.target)
     return 0

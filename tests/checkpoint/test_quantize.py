@@ -315,6 +315,21 @@ def test_a_partial_folder_of_someone_else_stays(
     assert thesis.read_text() == "years"
 
 
+def test_an_interrupted_run_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(source: Path) -> Any:
+        assert (tmp_path / "target.partial").is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "require_optimizer", lambda kind: None)
+    monkeypatch.setattr(quantize_for_rollout, "require_optimizer", lambda kind: None)
+    monkeypatch.setattr(quantize, "_load", interrupt)
+    assert tool(tiny_models.save("llama", 0, tmp_path / "llama"), tmp_path / "target", "fp8") == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"llama"}
+
+
 def test_what_a_killed_run_of_this_tool_left_is_made_anew(folders: dict[tuple[str, str], Path], tmp_path: Path) -> None:
     folder = PartialFolder(tmp_path / "target", quantize._MAKER)
     (folder.path / "model.safetensors").write_text("half")
