@@ -433,8 +433,8 @@ class SyncConfig:
     """Size of one staging bucket; peak extra memory is about two buckets. Bytes."""
 
     timeout: float = 600.0
-    """Longest wait for any one tensor of a sync: for the ranks that bring it together, or the engine that takes it.
-    Seconds; past it the run ends with a sentence that names it."""
+    """Longest wait for any one tensor of a sync: for the ranks that bring it together, or the engine that takes it; and
+    longest silence of an engine process that generates. Seconds; past it the run ends with a sentence that names it."""
 
     def verifies(self, syncs: int) -> bool:
         """Whether the sync after `syncs` others is a verified one."""

@@ -12,8 +12,8 @@ from megatron_vcpo.checkpoint.describe_hf import check_engine_reads
 from megatron_vcpo.checkpoint.description import ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
+from megatron_vcpo.checkpoint.load_hf import check_hf_folder
 from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
-from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.dry_run import cache_tokens
 from megatron_vcpo.environments import Environment, EnvironmentSetupError, make_environment
@@ -84,7 +84,7 @@ def check_model(args: argparse.Namespace, config: PluginConfig, vocab_size: int)
                 "there, and this folder as --rollout-engine-quantization."
             )
         if args.load is None and not config.vcpo.dry_run:
-            SafetensorsFolder(folder)
+            check_hf_folder(folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
 

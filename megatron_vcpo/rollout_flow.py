@@ -21,6 +21,7 @@ from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep
 from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.model import model_description, padded_vocab_size
+from megatron_vcpo.observability.metrics import MetricsFileError
 from megatron_vcpo.observability.samples import SamplesLog
 from megatron_vcpo.preflight import Inputs, environment_arguments
 from megatron_vcpo.replay_flow import mismatch_with_and_without, with_trainer_routes
@@ -74,8 +75,7 @@ class RolloutFlow(BaseFlow):
         """Build the engine, publish the first weights, and evaluate them where the run is new."""
         super().start(model=model, optimizer=optimizer)
         self._optimizer = optimizer
-        if self.config.rollout.save_trajectories and self.args.rank == 0:
-            self._samples = SamplesLog(self.run_dir, next_group=self.sampler.drawn, decode=self.inputs.tokenizer.decode)
+        self._open_samples()
         splits = ["train", *(["eval"] if self.config.rollout.eval_interval else [])]
         for split in splits:
             self._rewards[split] = self._reward_pool(split) if self.place.leader else None
@@ -94,6 +94,19 @@ class RolloutFlow(BaseFlow):
         if self.config.rollout.eval_interval and self.args.iteration == 0:
             self._evaluate()
             self.log({"iteration": 0, "train_iters": int(self.args.train_iters), **self._extra, **self._timed()})
+
+    def _open_samples(self) -> None:
+        failure: MetricsFileError | None = None
+        if self.config.rollout.save_trajectories and self.args.rank == 0:
+            decode = self.inputs.tokenizer.decode
+            try:
+                self._samples = SamplesLog(self.run_dir, next_group=self.sampler.drawn, decode=decode)
+            except OSError as error:
+                failure = MetricsFileError(
+                    f"samples.jsonl in {self.run_dir} could not be opened ({error}); make room or the folder writable, "
+                    "or choose another one with --rollout-run-dir."
+                )
+        raise_together(failure)
 
     def _reward_pool(self, split: str) -> RewardPool:
         rollout = self.config.rollout

@@ -206,7 +206,8 @@ def test_weights_are_looked_for_before_a_run_but_not_in_a_dry_run(command_line: 
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         preflight.check_model(args, config, 120)
     save_file({"w": torch.zeros(2)}, checkpoint / "model.safetensors")
-    preflight.check_model(args, config, 120)
+    with pytest.raises(ConfigError, match=r"it lacks lm_head\.weight, .* more; it also holds w"):
+        preflight.check_model(args, config, 120)
 
 
 def test_a_run_that_goes_on_from_a_megatron_checkpoint_needs_no_hugging_face_weights(

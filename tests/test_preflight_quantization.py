@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_vcpo.checkpoint.describe_hf import describe_hf
 from tests.oracle.command_line import CommandLine
 
 TINY: dict[str, Any] = {
@@ -25,7 +26,12 @@ TINY: dict[str, Any] = {
     "rope_theta": 10000.0,
     "vocab_size": 99,
 }
-INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+_EIGHT_BITS = {"num_bits": 8, "type": "int"}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": {"weights": _EIGHT_BITS | {"strategy": "channel"}, "input_activations": _EIGHT_BITS}},
+}
 NAME = "model.layers.0.self_attn.q_proj"
 
 
@@ -39,12 +45,16 @@ def folder(path: Path, quantization: dict[str, Any] | None = None, **changes: An
     path.mkdir()
     config = TINY | changes | ({"quantization_config": quantization} if quantization else {})
     (path / "config.json").write_text(json.dumps(config))
-    quantized = {
-        f"{NAME}.weight": torch.zeros(64, 64, dtype=torch.int8),
-        f"{NAME}.weight_scale": torch.ones(64, 1),
-        f"{NAME}.input_scale": torch.ones(1),
-    }
-    save_file(quantized if quantization else {f"{NAME}.weight": torch.zeros(64, 64)}, path / "model.safetensors")
+    model = describe_hf(path)
+    shapes = dict(pair for spec in model.family.parameters(model.shape(model.vocab_size)) for pair in spec.hf)
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    if quantization:
+        tensors |= {
+            f"{NAME}.weight": torch.zeros(64, 64, dtype=torch.int8),
+            f"{NAME}.weight_scale": torch.ones(64, 1),
+            f"{NAME}.input_scale": torch.ones(1),
+        }
+    save_file(tensors, path / "model.safetensors")
     return str(path)
 
 
@@ -58,9 +68,10 @@ def test_a_quantized_folder_of_the_same_model_passes(command_line: CommandLine, 
     [
         (None, {}, "describes no quantized checkpoint"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "use fp8 or int8"),
+        (INT8 | {"config_groups": {}}, {}, "has no config_groups"),
         (INT8, {"num_hidden_layers": 3}, "num_layers is 2, the checkpoint's 3"),
     ],
-    ids=["plain", "four bits", "another model"],
+    ids=["plain", "four bits", "no groups", "another model"],
 )
 def test_another_folder_is_refused(
     command_line: CommandLine,
