@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -166,17 +167,14 @@ def test_workers_end_with_their_owner_however_it_ends(tmp_path, how, as_module):
 
 
 def test_a_worker_killed_between_rewards_costs_nothing():
-    import signal
-
-    import psutil
-
     with RewardPool("sort_digits", split="train", seed=0, config={}, workers=2, timeout=5.0) as pool:
         prompt = Prompt(text="21:", answer="12")
         assert [outcome.reward for outcome in pool.judge([(prompt, "12")])] == [1.0]
         for _ in range(2):
             for child in psutil.Process().children(recursive=True):
-                if "spawn_main" in " ".join(child.cmdline()):
-                    child.send_signal(signal.SIGKILL)
+                with contextlib.suppress(psutil.NoSuchProcess):  # one killed before, which the pool has yet to reap
+                    if "spawn_main" in " ".join(child.cmdline()):
+                        child.send_signal(signal.SIGKILL)
             outcomes = pool.judge([(prompt, "12"), (prompt, "21")] * 8)
             assert [outcome.reward for outcome in outcomes] == [1.0, 0.0] * 8
 
