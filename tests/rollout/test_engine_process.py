@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -246,7 +247,9 @@ def test_a_process_that_is_killed_amid_an_update_is_noticed_at_once(weights) -> 
     engine.update_weights(weights.stream(0), 0)
     kill = {"number": 12, "happens": lambda: os.kill(engine._process.pid, signal.SIGKILL)}
     started = time.monotonic()
-    with pytest.raises(EngineError, match=rf"gone \(exit code -9\); .*last tensor given: {weights.names[11]}"):
+    # The twelfth, or one of the next: what is sent while the process dies is lost with it.
+    last = "|".join(re.escape(name) for name in weights.names[11:])
+    with pytest.raises(EngineError, match=rf"gone \(exit code -9\); .*last tensor given: ({last})\)"):
         engine.update_weights(weights.stream(1, **kill), 1)
     assert time.monotonic() - started < 10
     assert engine.version is None
