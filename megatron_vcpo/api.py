@@ -55,17 +55,20 @@ def register(
         ...                               groups=groups, vocab_size=32000, sequence_length=4096,
         ...                               max_response_length=2048)
         >>> for trajectories in my_rollouts():  # the same list on every rank
-        ...     vcpo.begin(trajectories, model=model, forward_backward=forward_backward)
-        ...     for chunk in model:
-        ...         chunk.zero_grad_buffer()
-        ...     optimizer.zero_grad()
-        ...     forward_backward(forward_step_func=vcpo.forward_step, data_iterator=vcpo.data_iterator(), model=model,
-        ...                      num_microbatches=vcpo.num_micro_batches, seq_length=4096, micro_batch_size=1,
-        ...                      forward_only=False)
-        ...     success, grad_norm, _ = optimizer.step()
-        ...     if success:
-        ...         scheduler.step(len(trajectories))
-        ...     metrics = vcpo.end(success=success, grad_norm=grad_norm)
+        ...     repeat = True
+        ...     while repeat:  # once more where a trajectory turns out not to be finite: then without it
+        ...         vcpo.begin(trajectories, model=model, forward_backward=forward_backward)
+        ...         for chunk in model:
+        ...             chunk.zero_grad_buffer()
+        ...         optimizer.zero_grad()
+        ...         forward_backward(forward_step_func=vcpo.forward_step, data_iterator=vcpo.data_iterator(),
+        ...                          model=model, num_microbatches=vcpo.num_micro_batches, seq_length=4096,
+        ...                          micro_batch_size=1, forward_only=False)
+        ...         success, grad_norm, _ = optimizer.step()
+        ...         if success:
+        ...             scheduler.step(len(trajectories))
+        ...         metrics = vcpo.end(success=success, grad_norm=grad_norm)
+        ...         repeat = vcpo.repeat
     """
     from megatron.core.utils import get_model_config
 

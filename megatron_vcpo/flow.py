@@ -34,6 +34,12 @@ class StepBatch:
     trajectories: Sequence[Trajectory]
     lags: Sequence[int] = field(default_factory=list)  # age of each trajectory's oldest token, in optimizer steps
     retries: int = 0  # how often these trajectories were trained on before, without success
+    excluded: frozenset[int] = frozenset()  # places of those that the step left out, set by the step
+
+    @property
+    def trained(self) -> list[Trajectory]:
+        """The trajectories that the step did not leave out."""
+        return [t for i, t in enumerate(self.trajectories) if i not in self.excluded]
 
     @property
     def lag_max(self) -> float:
@@ -159,7 +165,8 @@ class BaseFlow:
         self._extra = {}
 
     def _record(self, metrics: dict[str, float], batch: StepBatch) -> dict[str, float]:
-        rewards = np.array([t.reward for t in batch.trajectories], dtype=np.float64)
+        trained = batch.trained
+        rewards = np.array([t.reward for t in trained], dtype=np.float64)
         record: dict[str, float] = {
             "iteration": int(self.args.curr_iteration) + 1,
             "train_iters": int(self.args.train_iters),
@@ -171,11 +178,11 @@ class BaseFlow:
             record |= {
                 "reward": float(rewards.mean()),
                 "reward_std": float(rewards.std()),
-                "response_length": float(np.mean([len(t.response_ids) for t in batch.trajectories])),
-                "truncated": float(np.mean([t.truncated for t in batch.trajectories])),
+                "response_length": float(np.mean([len(t.response_ids) for t in trained])),
+                "truncated": float(np.mean([t.truncated for t in trained])),
             }
-        for name in sorted({name for t in batch.trajectories for name in t.reward_parts}):
-            parts = [t.reward_parts[name] for t in batch.trajectories if name in t.reward_parts]
+        for name in sorted({name for t in trained for name in t.reward_parts}):
+            parts = [t.reward_parts[name] for t in trained if name in t.reward_parts]
             record[f"reward/{name}"] = float(np.mean(parts))
         for name, value in metrics.items():
             record.setdefault(_RENAMED.get(name, name), value)

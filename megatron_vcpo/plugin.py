@@ -18,7 +18,7 @@ from torch import nn
 from megatron_vcpo import phases
 from megatron_vcpo.api import equip, packing_settings
 from megatron_vcpo.config import PluginConfig
-from megatron_vcpo.flow import BaseFlow
+from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
 from megatron_vcpo.mcore.reductions import collective_device
@@ -158,34 +158,49 @@ class MegatronPlugin:
         assert self.flow is not None
         phases.enter("take a minibatch", iteration=self.args.curr_iteration + 1)
         batch = self.flow.next_minibatch(model=model, step=self.step, forward_backward=schedule)
-        phases.enter("score")
         with self.flow.timer("train"):
-            self.step.begin(batch.trajectories, model=model, forward_backward=schedule, lag=batch.lag_max)
-            for feed in self.feeds:
-                feed.fill(self.step.data_iterator())
-            length = self.step.sequence_length
-            # Megatron's own calculator stays at the nominal number: train() asserts that it never falls.
-            actual = {
-                "num_microbatches": self.step.num_micro_batches,
-                "seq_length": length,
-                "decoder_seq_length": length,
-            }
-            call["forward_backward_func"] = lambda **options: schedule(**{**options, **actual})
-            success, grad_norm = False, None
-            phases.enter("forward and backward")
-            try:
-                result = self._train_step(*bound.args, **bound.kwargs)
-                success, grad_norm = not result[1], result[5]
-            finally:
-                metrics = self.step.end(success=success, grad_norm=grad_norm)
-        # NaN in the weights looks like an overflow to the loss scaler, but no scale will heal it.
-        clean = not self.step.skip_reason and metrics["nonfinite_trajectories"] == 0.0
-        metrics["overflow"] = float(self.args.fp16 and not success and clean)
+            result, metrics, success = self._attempt(bound, batch, schedule)
+            while self.step.repeat:
+                self.flow.count("repeated_steps", 1)
+                self.flow.say(
+                    f"iteration {self.args.curr_iteration + 1} is made again without {len(self.step.excluded)} of "
+                    f"{len(batch.trajectories)} trajectories, which are not finite under the policy."
+                )
+                result, metrics, success = self._attempt(bound, batch, schedule)
+        batch.excluded = self.step.excluded
+        metrics["overflow"] = float(self.args.fp16 and not success and not self.step.skip_reason)
         if self.step.skip_reason:
             self.flow.say(f"iteration {self.args.curr_iteration + 1} was skipped: {self.step.skip_reason}.")
         self.flow.after_step(metrics, batch=batch, success=success, model=model)
         phases.enter("log and save")
         return result
+
+    def _attempt(
+        self, bound: inspect.BoundArguments, batch: StepBatch, schedule: Callable[..., Any]
+    ) -> tuple[Any, dict[str, float], bool]:
+        """Megatron's train_step on a minibatch: what it returned, the step's metrics, whether parameters changed."""
+        assert self.step is not None
+        assert self._train_step is not None
+        call, step = bound.arguments, self.step
+        phases.enter("score")
+        step.begin(batch.trajectories, model=call["model"], forward_backward=schedule, lag=batch.lag_max)
+        for feed in self.feeds:
+            feed.fill(step.data_iterator())
+        # Megatron's own calculator stays at the nominal number: train() asserts that it never falls.
+        actual = {
+            "num_microbatches": step.num_micro_batches,
+            "seq_length": step.sequence_length,
+            "decoder_seq_length": step.sequence_length,
+        }
+        call["forward_backward_func"] = lambda **options: schedule(**{**options, **actual})
+        success, grad_norm = False, None
+        phases.enter("forward and backward")
+        try:
+            result = self._train_step(*bound.args, **bound.kwargs)
+            success, grad_norm = not result[1], result[5]
+        finally:
+            metrics = step.end(success=success, grad_norm=grad_norm)
+        return result, metrics, success
 
     def _start(self, model: list[Any], optimizer: Any, scheduler: EssParamScheduler) -> None:
         from megatron.core.utils import get_model_config

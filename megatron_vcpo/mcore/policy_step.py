@@ -3,6 +3,7 @@
 The order within a step: begin() packs (and, where baselines span micro-batches, scores) the trajectories; Megatron's
 schedule calls forward_step() for each micro-batch; finalize() runs after the last backward, reduces the effective
 sample size and sets the learning rate; guard() refuses an update that is not fit to be made; end() returns the metrics.
+Where `repeat` is set then, the same trajectories are to be given to begin() again: see exclusions.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_vcpo.config import ConfigError, VCPOConfig
 from megatron_vcpo.mcore.context_parallel import gather_context_rows
 from megatron_vcpo.mcore.energies.exact import Measured
 from megatron_vcpo.mcore.energies.ways import TwoPass, applied_factors
+from megatron_vcpo.mcore.exclusions import Exclusions
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.minibatch import Minibatch, PackingSettings, build_minibatch, needs_scoring_pass
 from megatron_vcpo.mcore.packing import MicroBatch
@@ -29,10 +31,12 @@ from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.mcore.route_books import route_metrics
 from megatron_vcpo.mcore.router_replay import RouterReplay
 from megatron_vcpo.mcore.router_state import ExpertBiases
-from megatron_vcpo.mcore.step_statistics import Reduced, StepStatistics
+from megatron_vcpo.mcore.soundness import broken_parameter, gradients_finite
+from megatron_vcpo.mcore.step_statistics import StepStatistics
 from megatron_vcpo.objective import (
     LossInputs,
     LossOutputs,
+    finite_trajectories,
     load_loss,
     segment_ids,
     segment_sum,
@@ -41,6 +45,7 @@ from megatron_vcpo.objective import (
     trajectory_baselines_with_fallbacks,
     trajectory_energies,
     trajectory_log_energies,
+    usable_trajectories,
 )
 from megatron_vcpo.optim import EssParamScheduler
 from megatron_vcpo.rollout.trajectory import Float32Array, Trajectory
@@ -90,6 +95,8 @@ class PolicyStep:
         self.energies: TwoPass | None = None  # with --vcpo-energy exact
         self.minibatch: Minibatch | None = None
         self.skip_reason = ""
+        self.repeat = False  # the step was refused only to be made again without what turned out not to be finite
+        self._exclusions = Exclusions(groups, device)
         self._statistics = StepStatistics(config, groups, device)
         self._result: dict[str, float] = {}
         self._lag = 0.0
@@ -116,29 +123,60 @@ class PolicyStep:
         """Prepare a minibatch; collective over all ranks, which must hold the same trajectories in the same order.
 
         Args:
-            trajectories: the whole minibatch, of all data-parallel ranks.
+            trajectories: the whole minibatch, of all data-parallel ranks. Those that are not finite take no part; given
+                again after an attempt that set `repeat`, those that it found do not either.
             model: Megatron's list of model chunks.
             forward_backward: Megatron's schedule, for passes that score only.
             lag: age of the minibatch in optimizer steps.
         """
         if self.replay is not None:
             self.replay.require_routes(trajectories)
-        self.minibatch = build_minibatch(trajectories, self.config, self.settings.packing, self.device)
+        if not (self.repeat and self._exclusions.is_of(trajectories)):
+            self._exclusions.begin(trajectories)
+        self.repeat = False
         self._expert_biases = ExpertBiases(model)
         self._lag = lag
-        self._scored_fallbacks = 0.0
-        self._measuring_overflowed = False
         self.skip_reason = ""
-        if self.config.kl_coefficient > 0.0:
-            self._score_reference(model, forward_backward)
-        if not self.config.baseline.startswith("opob"):
-            self.minibatch.baselines = self._mean_baselines()
-        elif self.energies is not None:
-            self.energies.begin(self, model, forward_backward)
-        elif needs_scoring_pass(self.config, self.minibatch.plan):
-            self._score_baselines(model, forward_backward)
+        self._prepare(model, forward_backward)
         self._statistics.reset()  # scoring and evaluation run the same hooks
         self._result = {}
+
+    def _prepare(self, model: list[Any], forward_backward: ForwardBackward) -> None:
+        """Build the minibatch and score it, again where a pass shows that a trajectory cannot be trained on."""
+        while True:
+            trajectories = [] if self.skip_reason else self._exclusions.kept
+            batch = self.minibatch = build_minibatch(trajectories, self.config, self.settings.packing, self.device)
+            self._scored_fallbacks = 0.0
+            self._measuring_overflowed = False
+            if self.config.kl_coefficient > 0.0:
+                self._score_reference(model, forward_backward)
+                if self._found_more(model):
+                    continue
+            if not self.config.baseline.startswith("opob"):
+                batch.baselines = self._mean_baselines()
+                return
+            if self.energies is not None:
+                self.energies.begin(self, model, forward_backward)
+            elif needs_scoring_pass(self.config, batch.plan):
+                self._score_baselines(model, forward_backward)
+            if batch.baselines is None or not self._found_more(model):
+                return
+
+    def _found_more(self, model: list[Any]) -> bool:
+        """Whether the passes so far marked trajectories, which are now left out; collective over all ranks."""
+        if not self._exclusions.exclude_marked():
+            return False
+        broken = broken_parameter(model)
+        if broken is not None:
+            self.skip_reason = f"the parameter {broken} is not finite"
+        elif self._exclusions.exhausted:
+            self.skip_reason = f"each pass found more log-probs that are not finite ({len(self.excluded)} trajectories)"
+        return True
+
+    @property
+    def excluded(self) -> frozenset[int]:
+        """Places, in what begin() was given, of the trajectories that take no part in the step."""
+        return self._exclusions.excluded
 
     @property
     def num_micro_batches(self) -> int:
@@ -228,6 +266,23 @@ class PolicyStep:
             outputs = self.score(model, forward_backward)
         for micro, stats in zip(self._current().micro_batches, outputs):
             micro.reference_logprobs = stats["logprobs"]
+            self._mark(micro, finite_trajectories(stats["logprobs"], micro.response_mask, micro.trajectory_ends))
+
+    def _mark(self, micro: MicroBatch, usable: Tensor) -> None:
+        self._exclusions.mark(micro.indices, usable)
+
+    def _usable(self, micro: MicroBatch, output: dict[str, Tensor]) -> Tensor:
+        """Of a micro-batch's trajectories: [n] bool."""
+        return usable_trajectories(
+            policy_logprobs=output["logprobs"],
+            behavior_logprobs=micro.behavior_logprobs,
+            mask=micro.response_mask,
+            cu_seqlens=micro.trajectory_ends,
+            rewards=self._current().rewards[torch.tensor(micro.indices, dtype=torch.int64, device=self.device)],
+            config=self.config,
+            reference_logprobs=micro.reference_logprobs,
+            entropy=output["entropy"],
+        )
 
     def _score_baselines(self, model: list[Any], forward_backward: ForwardBackward) -> None:
         batch = self._current()
@@ -237,6 +292,7 @@ class PolicyStep:
             if micro.num_trajectories:
                 index = torch.tensor(micro.indices, device=self.device)
                 columns[:, index] = self._baseline_inputs(micro, stats)
+                self._mark(micro, self._usable(micro, stats))
         if is_last_stage(self.groups.pp):
             sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
         from_last_stage(columns, self.groups.pp)
@@ -257,7 +313,8 @@ class PolicyStep:
             num_tokens=float(batch.num_response_tokens),
             max_response_length=self.settings.max_response_length,
         )
-        usable = torch.isfinite(measured.log_weights) & torch.isfinite(batch.rewards)
+        usable = torch.isfinite(measured.log_weights)
+        self._exclusions.mark(range(batch.num_trajectories), usable)
         result = trajectory_baselines_with_fallbacks(
             rewards=batch.rewards,
             group_ids=batch.group_ids,
@@ -366,8 +423,9 @@ class PolicyStep:
             )
         )
         self._check_loss(outputs)
-        log_weights, lengths = self._log_weights(micro, output["logprobs"]), self._lengths(micro)
-        self._statistics.add(outputs.metrics, log_weights, batch.rewards[index], lengths)
+        usable = self._usable(micro, output)
+        self._mark(micro, usable)
+        self._statistics.add(outputs.metrics, self._log_weights(micro, output["logprobs"]), usable)
         return outputs
 
     def forget_metrics(self) -> None:
@@ -394,49 +452,53 @@ class PolicyStep:
         """Reduce the step's statistics, set its learning rate and decide whether it may be taken; on all ranks."""
         batch = self._current()
         reduced = self._statistics.reduce()
-        usable, metrics = reduced.usable, reduced.metrics
         multiplier = self.scheduler.apply(reduced.rho, self._lag)
-        if usable == 0:
-            self.skip_reason = "no trajectory has a finite importance weight"
+        found_more = reduced.usable < batch.num_trajectories and self._found_more(model)
+        if reduced.usable == 0:
+            self.skip_reason = self.skip_reason or "no trajectory has a finite importance weight"
         elif batch.num_response_tokens == 0:
-            self.skip_reason = (
-                "no trajectory has a sampled token"  # moments and weight decay would move it all the same
-            )
-        elif usable < batch.num_trajectories:
-            factor = torch.tensor(self._denominator_correction(reduced), device=self.device)
-            for chunk in model:
-                chunk.scale_gradients(factor)
-        broken = not self.settings.fp16 and not _gradients_finite(model)
-        if agree(multiplier, broken, what="The learning-rate multiplier", device=self.device) and not self.skip_reason:
+            # Moments and weight decay would move the parameters all the same.
+            self.skip_reason = self.skip_reason or "no trajectory has a sampled token"
+        self.repeat = found_more and not self.skip_reason
+        broken = not self.settings.fp16 and not gradients_finite(model)
+        if agree(multiplier, broken, what="The learning-rate multiplier", device=self.device) and not self._refused:
             self.skip_reason = "a gradient is not finite"
-        if self._measuring_overflowed and not self.skip_reason:
+        if self._measuring_overflowed and not self._refused:
             # The step's own backward may be small enough for a loss scale that the measuring one was not: its
             # baselines are wrong all the same, so the scaler is to see the overflow, on every rank.
             for chunk in model:
                 chunk.buffers[0].grad_data.view(-1)[0] = math.inf
+        routes = {}
         if self.replay is not None:
             self.replay.finish_pass(training=True)
-            metrics |= route_metrics(self.replay, batch.trajectories, self.device)
+            routes = route_metrics(self.replay, batch.trajectories, self.device)
         self._result = {
             "rho": reduced.rho,
             "rho_reference": self.scheduler.reference,
             "lr_multiplier": multiplier,
             "lr": max((float(group["lr"]) for group in self.scheduler.optimizer.param_groups), default=math.nan),
-            **metrics,
-            "nonfinite_trajectories": (batch.num_trajectories - usable) / max(1, batch.num_trajectories),
-            "baseline_fallbacks": max(metrics.get("baseline_fallbacks", 0.0), self._scored_fallbacks),
+            **reduced.metrics,
+            **routes,
+            **self._shares(reduced.metrics),
         }
 
-    def _denominator_correction(self, reduced: Reduced) -> float:
-        """The loss was divided by all trajectories, or all tokens; those left out leave the denominator too."""
-        batch = self._current()
-        if self.config.aggregation == "token-mean":
-            return batch.num_response_tokens / max(1, reduced.usable_tokens)
-        return batch.num_trajectories / reduced.usable
+    def _shares(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Shares of all trajectories that begin() was given, so that times their number they are counts."""
+        given = max(1, len(self._exclusions.given))
+        kept = self._current().num_trajectories / given
+        return {
+            "nonfinite_trajectories": len(self.excluded) / given,
+            "vetoed": metrics.get("vetoed", 0.0) * kept,
+            "baseline_fallbacks": max(metrics.get("baseline_fallbacks", 0.0), self._scored_fallbacks) * kept,
+        }
+
+    @property
+    def _refused(self) -> bool:
+        return self.repeat or bool(self.skip_reason)
 
     def guard(self, optimizer_step: Callable[[], tuple[bool, Any, Any]]) -> tuple[bool, Any, Any]:
         """Stand in for optimizer.step(): take the step unless finalize() found a reason not to."""
-        if self.skip_reason:
+        if self._refused:
             return False, None, None
         return optimizer_step()
 
@@ -450,20 +512,10 @@ class PolicyStep:
             **self._result,
             "grad_norm": math.nan if grad_norm is None else float(grad_norm),
             "skipped": 0.0 if success else 1.0,
-            "n_trajectories": float(batch.num_trajectories),
+            "n_trajectories": float(len(self._exclusions.given)),
             "n_micro_batches": float(batch.plan.num_micro_batches),
             "packing_efficiency": batch.num_real_tokens / max(1, batch.num_rows),
             "packing_balance": sum(batch.rank_rows) / (len(batch.rank_rows) * max(1, *batch.rank_rows)),
         }
         self.minibatch = None
         return result
-
-
-def _gradients_finite(model: list[Any]) -> bool:
-    """Whether every gradient buffer of this rank is finite; one read of the buffers, no copy."""
-    for chunk in model:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            low, high = buffer.grad_data.aminmax() if buffer.grad_data.numel() else (torch.zeros(()), torch.zeros(()))
-            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-                return False
-    return True

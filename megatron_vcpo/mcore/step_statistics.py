@@ -20,7 +20,7 @@ from megatron_vcpo.mcore.reductions import (
 )
 from megatron_vcpo.objective import combine_ess_statistics, ess_log_weights, ess_statistics
 
-_LEADING = 5  # columns of a rank's row before its metrics: four of the effective sample size, and usable tokens
+_LEADING = 4  # columns of a rank's row before its metrics: those of the effective sample size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,7 @@ class Reduced:
     """The minibatch in numbers, over all ranks."""
 
     rho: float
-    usable: int  # trajectories with a finite importance weight and reward
-    usable_tokens: int  # sampled tokens of those
+    usable: int  # trajectories that everything was finite of
     metrics: dict[str, float]  # means of what the loss returned
 
 
@@ -47,24 +46,21 @@ class StepStatistics:
     def reset(self) -> None:
         """Forget the micro-batches so far."""
         self._log_weights: list[Tensor] = []  # [n] fp64 each
-        self._tokens: list[Tensor] = []  # [n] fp64 each
         self._metrics: dict[str, Tensor] = {}  # name -> [2] fp64 (sum, count)
 
-    def add(self, metrics: dict[str, Tensor], log_weights: Tensor, rewards: Tensor, tokens: Tensor) -> None:
+    def add(self, metrics: dict[str, Tensor], log_weights: Tensor, usable: Tensor) -> None:
         """Take one micro-batch.
 
         Args:
             metrics: name -> [2] (sum, count), the same names in every micro-batch.
             log_weights: [n] of its trajectories.
-            rewards: [n]; a trajectory without a finite one counts nowhere.
-            tokens: [n] sampled tokens.
+            usable: [n] bool; what is not counts nowhere.
         """
         for name, value in metrics.items():
             value = value.detach().double()
             self._metrics[name] = self._metrics[name] + value if name in self._metrics else value
         if log_weights.numel():
-            self._log_weights.append(torch.where(torch.isfinite(rewards), log_weights, torch.nan))
-            self._tokens.append(tokens)
+            self._log_weights.append(torch.where(usable, log_weights, torch.nan))
 
     def reduce(self) -> Reduced:
         """Collective over all ranks: one gather and a broadcast for each model-parallel dimension."""
@@ -81,7 +77,6 @@ class StepStatistics:
         return Reduced(
             rho=float(combine_ess_statistics(rows[:, :4])),
             usable=int(rows[:, 3].sum().item()),
-            usable_tokens=int(rows[:, 4].sum().item()),
             metrics={name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1] > 0.0},
         )
 
@@ -90,9 +85,7 @@ class StepStatistics:
         row = torch.zeros(_LEADING + 2 * len(names), dtype=torch.float64, device=self._device)
         row[0] = -math.inf
         if self._log_weights:
-            log_weights = torch.cat(self._log_weights)
-            row[:4] = ess_statistics(ess_log_weights(log_weights, self._config))
-            row[4] = torch.cat(self._tokens)[torch.isfinite(log_weights)].sum()
+            row[:4] = ess_statistics(ess_log_weights(torch.cat(self._log_weights), self._config))
         for i, name in enumerate(names):
             if name in self._metrics:
                 row[_LEADING + 2 * i : _LEADING + 2 + 2 * i] = self._metrics[name]

@@ -2,6 +2,7 @@
 
 records      LossInputs, LossOutputs, load_loss: the interface, also of a user's own loss
 segments     sums over packed trajectories and over groups
+usable       which trajectories can be trained on
 importance   sequence log-weights
 ess          effective sample size and the learning-rate multiplier it gives
 corrections  one function per importance correction, and their table
@@ -50,6 +51,7 @@ from megatron_vcpo.objective.loss import (
 )
 from megatron_vcpo.objective.records import Loss, LossInputs, LossOutputs, load_loss
 from megatron_vcpo.objective.segments import dense_ids, segment_ids, segment_max, segment_min, segment_sum, spread
+from megatron_vcpo.objective.usable import finite_trajectories, usable_trajectories
 
 __all__ = [
     "CORRECTIONS",
@@ -69,6 +71,7 @@ __all__ = [
     "energy_token_weights",
     "ess_log_weights",
     "ess_statistics",
+    "finite_trajectories",
     "kl_estimate",
     "learning_rate_multiplier",
     "length_energy",
@@ -93,6 +96,7 @@ __all__ = [
     "trajectory_baselines_with_fallbacks",
     "trajectory_energies",
     "trajectory_log_energies",
+    "usable_trajectories",
     "vcpo_loss",
     "vetoed",
 ]

@@ -83,7 +83,7 @@ def learning_rate_multiplier(
         floor: lower bound of rho / reference, in [0, 1].
 
     Returns:
-        A number in [0, 1]. For a NaN or infinite rho, `floor` itself.
+        A number in [0, 1]. A NaN or infinite rho gives what rho = 0 gives: floor ** exponent.
 
     Raises:
         ValueError: reference or exponent not positive and finite, or floor outside [0, 1].
@@ -98,7 +98,6 @@ def learning_rate_multiplier(
     if not 0.0 <= floor <= 1.0:
         raise ValueError(f"learning_rate_multiplier: floor must lie in [0, 1], not {floor}.")
     value = float(rho)
-    # min(1.0, nan) is 1.0 in Python: without this test a NaN would be a full step.
     if not math.isfinite(value):
-        return float(floor)
+        value = 0.0  # min(1.0, nan) is 1.0 in Python: a NaN would be a full step
     return float(min(max(value / reference, floor), 1.0) ** exponent)

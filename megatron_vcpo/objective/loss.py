@@ -33,6 +33,7 @@ from megatron_vcpo.objective.corrections import (
 from megatron_vcpo.objective.energy import log_energies
 from megatron_vcpo.objective.records import LossInputs, LossOutputs
 from megatron_vcpo.objective.segments import segment_ids, segment_sum, spread
+from megatron_vcpo.objective.usable import usable_trajectories
 
 _K3_LINEAR_BEYOND = 20.0
 """The k3 estimator grows like ref/p; beyond exp(20) it goes on as its tangent, so that it cannot overflow."""
@@ -253,14 +254,16 @@ def _prepare(inputs: LossInputs) -> _Batch:
         raise ValueError("--vcpo-entropy-coefficient other than 0 needs entropy in the loss inputs.")
     ids = segment_ids(inputs.cu_seqlens, inputs.mask.numel())
     mask = inputs.mask.bool()
-    finite = torch.isfinite(inputs.policy_logprobs) & torch.isfinite(inputs.behavior_logprobs)
-    # Measured quantities that do not enter the loss must not cost a trajectory.
-    if config.kl_coefficient > 0.0 and inputs.reference_logprobs is not None:
-        finite = finite & torch.isfinite(inputs.reference_logprobs)
-    if config.entropy_coefficient != 0.0 and inputs.entropy is not None:
-        finite = finite & torch.isfinite(inputs.entropy)
-    bad_tokens = segment_sum((mask & ~finite).double(), ids, n)
-    usable = (bad_tokens == 0.0) & torch.isfinite(inputs.rewards)
+    usable = usable_trajectories(
+        policy_logprobs=inputs.policy_logprobs,
+        behavior_logprobs=inputs.behavior_logprobs,
+        mask=mask,
+        cu_seqlens=inputs.cu_seqlens,
+        rewards=inputs.rewards,
+        config=config,
+        reference_logprobs=inputs.reference_logprobs,
+        entropy=inputs.entropy,
+    )
     mask = mask & spread(usable, ids)  # also drops padding
 
     # where on the way in, as in aggregate() on the way out: a NaN in between meets neither the value of the loss nor,

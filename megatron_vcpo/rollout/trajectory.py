@@ -51,6 +51,11 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
+    def finite(self) -> bool:
+        """Whether its reward and the log-probs of its sampled tokens are finite; no other trajectory is trained on."""
+        return bool(np.isfinite(self.reward) and np.isfinite(self.behavior_logprobs[self.response_mask]).all())
+
+    @property
     def oldest_version(self) -> int:
         """Version of the oldest token; for an empty response a large number, since it holds nothing stale."""
         return int(self.versions.min()) if len(self.versions) else np.iinfo(np.int32).max

@@ -75,6 +75,22 @@ def test_overflowed_steps_are_tried_again_and_a_resume_between_two_tries_changes
     assert timeless[0] == timeless[1]
 
 
+def test_a_step_is_made_again_without_a_trajectory_that_is_not_finite_under_the_policy(tmp_path: Path) -> None:
+    done = launch(
+        tmp_path,
+        *("--rollout-environment", "tests.oracle.faulty_answers:SpoilingAnswers", "--train-iters", "4"),
+        *("--rollout-run-dir", str(tmp_path / "run"), "--vcpo-tokens-per-micro-batch", "64"),
+        processes=2,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "iteration 3 is made again without 1 of 16 trajectories" in done.stderr
+    records = read_metrics(tmp_path / "run")
+    assert [record["skipped"] for record in records] == [0.0] * 4
+    assert [record.get("count/repeated_steps", 0.0) for record in records] == [0.0, 0.0, 1.0, 1.0]
+    assert [record.get("count/nonfinite_trajectories", 0.0) for record in records] == [0.0, 0.0, 1.0, 1.0]
+    assert all(record["grad_norm"] > 0.0 for record in records)
+
+
 def test_a_rank_that_hangs_ends_the_run_within_the_deadline_by_name_and_phase(tmp_path: Path) -> None:
     started = time.monotonic()
     done = launch(

@@ -126,7 +126,8 @@ def test_multiplier_defaults_are_the_square_root_against_one():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
 @pytest.mark.parametrize("floor", [0.0, 0.3, 1.0])
 def test_a_rho_that_is_not_finite_gives_the_floor_and_never_a_full_step(bad, floor):
-    assert learning_rate_multiplier(bad, floor=floor) == floor
+    assert learning_rate_multiplier(bad, floor=floor) == learning_rate_multiplier(0.0, floor=floor) == floor**0.5
+    assert learning_rate_multiplier(bad, floor=floor, exponent=1.0) == floor
 
 
 def test_a_negative_rho_is_floored():

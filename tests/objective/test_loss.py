@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.objective import (
     CORRECTIONS,
+    advantage_scales,
     sequence_log_weights,
     trajectory_baselines,
     trajectory_energies,
     trajectory_log_energies,
+    usable_trajectories,
     vcpo_loss,
 )
 from tests.oracle.estimator import Sample, Settings, baselines, minibatch
@@ -197,10 +199,22 @@ def test_any_split_of_scopes_with_baselines_from_the_caller_gives_the_same_loss_
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", ["policy", "behavior", "reward", "reference", "entropy"])
-@pytest.mark.parametrize("baseline", ["mean", "opob", "opob-leave-one-out"])
-@pytest.mark.parametrize("correction", NAMES)
-def test_a_trajectory_that_is_not_finite_is_as_if_it_were_not_there(correction, baseline, where, value):
-    settings = Settings(correction=correction, baseline=baseline, kl=0.2, entropy=0.1)
+@pytest.mark.parametrize("baseline", ["none", "mean", "leave-one-out", "opob", "opob-leave-one-out"])
+@pytest.mark.parametrize(
+    ("correction", "normalization", "aggregation"),
+    zip(NAMES, itertools.cycle(["group-std", "minibatch-std", "none"]), itertools.cycle(AGGREGATIONS)),
+)
+def test_a_trajectory_that_is_not_finite_is_as_if_it_were_not_there(
+    correction, normalization, aggregation, baseline, where, value
+):
+    settings = Settings(
+        correction=correction,
+        baseline=baseline,
+        normalization=normalization,
+        aggregation=aggregation,
+        kl=0.2,
+        entropy=0.1,
+    )
     samples = [s for s in random_samples(13, groups=4) if s.length]
     broken = 1
     assert sum(s.group == samples[broken].group for s in samples) > 1
@@ -212,14 +226,26 @@ def test_a_trajectory_that_is_not_finite_is_as_if_it_were_not_there(correction, 
         column[-1] = value
         bad = replace(sample, **{where: column})
     rest = samples[:broken] + samples[broken + 1 :]
-    scales = pack(rest, settings).advantage_scales.tolist()
-    scales.insert(broken, 1.0)
-    inputs = pack(
-        [*samples[:broken], bad, *samples[broken + 1 :]],
-        settings,
-        num_trajectories=float(len(rest)),
-        num_tokens=float(sum(s.length for s in rest)),
-        advantage_scales=torch.tensor(scales, dtype=torch.float64),
+    # What the owner of a minibatch does: one definition of usable, and everything of the whole minibatch from it.
+    inputs = pack([*samples[:broken], bad, *samples[broken + 1 :]], settings)
+    usable = usable_trajectories(
+        policy_logprobs=inputs.policy_logprobs,
+        behavior_logprobs=inputs.behavior_logprobs,
+        mask=inputs.mask,
+        cu_seqlens=inputs.cu_seqlens,
+        rewards=inputs.rewards,
+        config=inputs.config,
+        reference_logprobs=inputs.reference_logprobs,
+        entropy=inputs.entropy,
+    )
+    assert usable.tolist() == [i != broken for i in range(len(samples))]
+    inputs = replace(
+        inputs,
+        num_trajectories=float(usable.sum()),
+        num_tokens=float(sum(s.length for s, kept in zip(samples, usable) if kept)),
+        advantage_scales=advantage_scales(
+            torch.where(usable, inputs.rewards, torch.nan), inputs.group_ids, normalization
+        ),
     )
     outputs, gradient = loss_and_gradient(inputs)
     loss, expected, _ = minibatch(rest, settings)
@@ -228,6 +254,8 @@ def test_a_trajectory_that_is_not_finite_is_as_if_it_were_not_there(correction, 
     for ours, theirs in zip(per_trajectory(gradient, inputs), expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-13)
     assert outputs.metrics["nonfinite_trajectories"].tolist() == [1.0, len(samples)]
+    without = loss_and_gradient(pack(rest, settings))[0]
+    assert outputs.metrics["pg_loss"].tolist() == pytest.approx(without.metrics["pg_loss"].tolist())
     assert outputs.metrics["reward"].tolist() == pytest.approx([sum(s.reward for s in rest), len(rest)])
     assert all(torch.isfinite(metric).all() for metric in outputs.metrics.values())
 

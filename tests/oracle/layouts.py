@@ -71,7 +71,12 @@ class Trainer:
         """One optimizer step; its metrics."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        schedule = get_forward_backward_func()
+        while True:
+            metrics = self._attempt(trajectories, lag, get_forward_backward_func())
+            if not self.step.repeat:
+                return metrics
+
+    def _attempt(self, trajectories: Sequence[Trajectory], lag: float, schedule: Any) -> dict[str, float]:
         self.step.begin(trajectories, model=self.model, forward_backward=schedule, lag=lag)
         for chunk in self.model:
             chunk.zero_grad_buffer()
