@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_COPIED = ("megatron_vcpo", "patches", "tests", "tools", "examples", "benchmarks", "pyproject.toml", "setup.py")
+_COPIED = ("megatron_vcpo", "patches", "tests", "tools", "examples", "benchmarks", "docs", "pyproject.toml", "setup.py")
 _COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,

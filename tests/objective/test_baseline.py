@@ -200,6 +200,9 @@ def test_tiny_rewards_are_scaled_like_large_ones():
     rewards, groups = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.zeros(2).long()
     for scale in (1e-12, 1.0, 1e12):
         np.testing.assert_allclose(advantage_scales(scale * rewards, groups, "group-std"), [2 / scale] * 2)
+        with_bad = torch.cat([scale * rewards, torch.tensor([torch.nan], dtype=torch.float64)])
+        beside = advantage_scales(with_bad, torch.zeros(3).long(), "group-std")
+        np.testing.assert_allclose(beside[:2], [2 / scale] * 2)
 
 
 def test_integer_rewards_and_an_empty_batch_are_legal():
