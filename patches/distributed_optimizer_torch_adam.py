@@ -1,24 +1,35 @@
 """DistributedOptimizer over torch's own Adam cannot be checkpointed: torch keeps 'step' per parameter, Apex and TE
 do not.
 
-Saving a fresh optimizer asserts on the missing 'step'; loading trips over the extra key. Versions: megatron-core
-0.19.2 where neither Transformer Engine nor Apex provides the fused Adam.
+Saving a fresh optimizer asserts on the missing 'step'; loading trips over the extra key, and hands one tensor of
+'step' to all parameters, which every one of them then counts up: three parameters are nine steps further after three.
+
+Versions: megatron-core 0.19.2 where neither Transformer Engine nor Apex provides the fused Adam, on every device.
+Upstream: `DistributedOptimizer.load_state_dict`, which clones the step only for its HybridDeviceOptimizer. No longer
+needed when the tests of stock Megatron in `tests/patches/test_distributed_optimizer_torch_adam.py` fail.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 
 def apply() -> None:
-    """Give a fresh optimizer zero states before saving, and hide 'step' while a parameter's state is set."""
+    """Give a fresh optimizer zero states before saving, hide 'step' while a parameter's state is set, and give each
+    parameter a 'step' of its own after loading. Idempotent; does nothing where the fused Adam is there."""
+    from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     state_dict = DistributedOptimizer.state_dict
+    load_state_dict = DistributedOptimizer.load_state_dict
+    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(load_state_dict, "__wrapped__"):
+        return
 
+    @functools.wraps(set_states)
     def set_without_step(self: Any, model_param: Any, *args: Any, **kwargs: Any) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
@@ -30,6 +41,7 @@ def apply() -> None:
             if step is not None:
                 state["step"] = step
 
+    @functools.wraps(state_dict)
     def state_dict_with_step(self: Any) -> Any:
         if not self.is_stub_optimizer and not self.optimizer.state:
             for group in self.optimizer.param_groups:
@@ -41,5 +53,13 @@ def apply() -> None:
                     }
         return state_dict(self)
 
+    @functools.wraps(load_state_dict)
+    def load_with_own_steps(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_state_dict(self, *args, **kwargs)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
     DistributedOptimizer._set_main_param_and_optimizer_states = set_without_step
     DistributedOptimizer.state_dict = state_dict_with_step
+    DistributedOptimizer.load_state_dict = load_with_own_steps

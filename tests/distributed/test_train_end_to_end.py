@@ -33,6 +33,8 @@ ROLLOUT = [
     *("--lr", "3e-4", "--finetune", "--rollout-prompts-per-step", "4", "--rollout-responses-per-prompt", "4"),
     *("--vcpo-tokens-per-micro-batch", "128", "--rollout-engine-kv-cache-bytes", str(1 << 26)),
 ]
+# Resumed to the bit in the same layout, and loaded by another one.
+SHARDED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
 # The same on every layout; wall time and what a layout may differ in by its nature are left out.
 COMPARED = (
     "reward",
@@ -102,6 +104,7 @@ def single(start):
         *("--vcpo-ess-reference", "auto", "--rollout-save-trajectories", "1000"),
         *("--rollout-eval-interval", "3", "--rollout-eval-num-prompts", "8"),
         *("--tensorboard-dir", str(start / "tensorboard"), "--tensorboard-log-interval", "1"),
+        *SHARDED,
     )
 
 
@@ -137,7 +140,7 @@ def test_megatrons_tensorboard_writer_got_the_metrics(start, single):
 
 
 def test_three_steps_resumed_for_three_more_equal_six_to_the_bit(start, single):
-    shared = ("--rollout-max-lag", "3", "--vcpo-ess-reference", "auto", "--rollout-save-trajectories", "1000")
+    shared = ("--rollout-max-lag", "3", "--vcpo-ess-reference", "auto", "--rollout-save-trajectories", "1000", *SHARDED)
     folder = str(start / "halves_save")
     train(start, "halves", "--train-iters", "3", *shared, "--save", folder, "--save-interval", "3")
     resumed = ("--load", folder, "--train-iters", "6", *shared)
@@ -165,7 +168,7 @@ def test_a_run_goes_on_in_another_layout_with_what_waited(start, single, layout)
         start,
         f"moved_to_{layout.split()[0].strip('-')}",
         *("--load", str(start / "single_save"), "--ckpt-step", "3", "--train-iters", "6"),
-        *("--rollout-max-lag", "3", "--vcpo-ess-reference", "auto", *layout.split()),
+        *("--rollout-max-lag", "3", "--vcpo-ess-reference", "auto", *layout.split(), *SHARDED),
         processes=2,
         fresh=False,
     )
@@ -176,13 +179,29 @@ def test_a_run_goes_on_in_another_layout_with_what_waited(start, single, layout)
             assert ours[key] == pytest.approx(theirs[key], rel=2e-4, abs=1e-6), (ours["iteration"], key)
 
 
+def test_experts_and_a_kl_reference_resume_to_the_bit_on_two_processes(start):
+    """Nothing is rewarded here: the entropy bonus moves the weights away from the reference."""
+    flags = (
+        *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64", "--qk-layernorm"),
+        *("--moe-router-load-balancing-type", "none", "--expert-model-parallel-size", "2", *SHARDED),
+        *("--vcpo-kl-coefficient", "0.1", "--vcpo-entropy-coefficient", "0.1", "--rollout-max-lag", "1"),
+        *("--train-iters", "4", "--save-interval", "2"),
+    )
+    saved = str(start / "experts_save")
+    whole, _ = train(start, "experts", *flags, "--save", saved, processes=2, fresh=False)
+    resumed, _ = train(start, "experts_on", *flags, "--load", saved, "--ckpt-step", "2", processes=2, fresh=False)
+    assert [record["iteration"] for record in resumed] == [3, 4]
+    assert all(record["skipped"] == 0 and record["grad_norm"] > 0.0 and record["kl"] > 0.0 for record in resumed)
+    assert [without_times(record) for record in resumed] == [without_times(record) for record in whole[-2:]]
+
+
 def test_an_engine_in_a_process_of_its_own_gives_the_same_samples_and_steps_to_the_bit(start, single):
     metrics, _ = train(
         start,
         "engine_process",
         *("--train-iters", "6", "--rollout-max-lag", "3", "--vcpo-ess-reference", "auto"),
         *("--rollout-save-trajectories", "1000", "--rollout-eval-interval", "3", "--rollout-eval-num-prompts", "8"),
-        *("--rollout-engine-placement", "process", "--sync-verify", "every-2"),
+        *("--rollout-engine-placement", "process", "--sync-verify", "every-2", *SHARDED),
     )
     assert [without_times(record) for record in metrics] == [without_times(record) for record in single[0]]
     assert [r["eval/reward"] for r in metrics if "eval/reward" in r] == [

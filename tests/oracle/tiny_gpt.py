@@ -72,6 +72,7 @@ def build_tiny_gpt(
     params_dtype: torch.dtype = torch.float32,
     sequence: int = SEQUENCE,
     ess: Any = None,
+    distributed_optimizer: bool = False,
     before_wrap: Callable[[list[Any]], Any] | None = None,
     **overrides: Any,
 ) -> TinyGPT:
@@ -103,11 +104,19 @@ def build_tiny_gpt(
         gpt = Float16Module(config, gpt)
     if before_wrap is not None:
         before_wrap([gpt])
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=params_dtype != torch.float32)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=params_dtype != torch.float32, use_distributed_optimizer=distributed_optimizer
+    )
     model = [DistributedDataParallel(config, ddp, gpt)]
     half = {"fp16": params_dtype == torch.float16, "bf16": params_dtype == torch.bfloat16, "params_dtype": params_dtype}
     optimizer_config = OptimizerConfig(
-        optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=1.0, initial_loss_scale=2.0**10, **half
+        optimizer="adam",
+        lr=lr,
+        weight_decay=0.0,
+        clip_grad=1.0,
+        initial_loss_scale=2.0**10,
+        use_distributed_optimizer=distributed_optimizer,
+        **half,
     )
     optimizer = get_megatron_optimizer(optimizer_config, model)
     config.grad_scale_func = optimizer.scale_loss
