@@ -153,6 +153,10 @@ class VCPOConfig:
     load_hf: str | None = None
     """Folder of a Hugging Face checkpoint (config.json, *.safetensors) to start from; a --load checkpoint wins."""
 
+    verify_checkpoint: Literal["on", "off"] = "on"
+    """Note a checksum of every file of a checkpoint when its save is complete, and compare them before a load
+    (docs/checkpoints.md says what it costs); off does neither."""
+
     dry_run: bool = False
     """Check every flag, print the resolved configuration, rank map and memory estimate, start nothing, exit 0."""
 

@@ -17,6 +17,7 @@ from megatron_vcpo.mcore.packing import PackingError
 from megatron_vcpo.observability.metrics import MetricsFileError
 from megatron_vcpo.rollout.engine import EngineError
 from megatron_vcpo.sync.errors import SyncError
+from patches.checkpoint_unpickling import UnreadableCheckpoint
 
 _KNOWN = (
     CheckpointError,
@@ -26,6 +27,7 @@ _KNOWN = (
     MetricsFileError,
     PackingError,
     SyncError,
+    UnreadableCheckpoint,
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_DISK_BYTES = 16 << 20  # free space below which a failed save is the disk's fault

@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_vcpo import phases
 from megatron_vcpo.api import equip, packing_settings
+from megatron_vcpo.checkpoint import guard
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.mcore.packing import MicroBatch
@@ -29,7 +30,9 @@ from megatron_vcpo.preflight import Inputs
 from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
 from megatron_vcpo.watchdog import Watchdog
 from patches import (
+    checkpoint_unpickling,
     cpu_packed_attention,
+    distributed_optimizer_torch_adam,
     interleaved_dataloader_state,
     mla_direct_query,
     mla_local_key_gradient,
@@ -83,7 +86,10 @@ class MegatronPlugin:
         """Put the scheduler and the step into megatron.training; call before pretrain()."""
         from megatron.training import training
 
+        checkpoint_unpickling.apply()
+        guard.install(verify=self.config.vcpo.verify_checkpoint == "on", rollout_state=not self.args.finetune)
         save_before_first_update.apply()
+        distributed_optimizer_torch_adam.apply()
         training.OptimizerParamScheduler = functools.partial(EssParamScheduler, ess=EssSettings.of(self.config.vcpo))
         self._train_step = training.train_step
         training.train_step = self.train_step

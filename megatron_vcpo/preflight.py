@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_vcpo.checkpoint.checksums import check_sizes
 from megatron_vcpo.checkpoint.describe_hf import check_engine_reads
 from megatron_vcpo.checkpoint.description import ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.guard import loaded_iteration
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
 from megatron_vcpo.checkpoint.load_hf import check_hf_folder
 from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
@@ -20,6 +24,8 @@ from megatron_vcpo.environments import Environment, EnvironmentSetupError, make_
 from megatron_vcpo.megatron_flags import reason
 from megatron_vcpo.objective import load_loss
 from megatron_vcpo.rollout.sampler import PromptSampler
+from patches import checkpoint_unpickling
+from patches.checkpoint_unpickling import UnreadableCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,7 @@ def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
         ConfigError: one sentence about the first thing that is wrong.
     """
     load_loss(config.vcpo.loss)
+    _check_load(args, sizes=config.vcpo.verify_checkpoint == "on")
     environment, evaluation = _environments(config)
     tokenizer = _tokenizer(str(config.rollout.tokenizer))
     vocab_size = _vocab_size(args, config, len(tokenizer))
@@ -87,6 +94,21 @@ def check_model(args: argparse.Namespace, config: PluginConfig, vocab_size: int)
             check_hf_folder(folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_load(args: argparse.Namespace, *, sizes: bool) -> None:
+    """No file of the checkpoint in --load is missing or cut short, and its metadata is nothing else."""
+    folder = loaded_iteration(args)
+    if folder is None:
+        return
+    checkpoint_unpickling.apply()
+    try:
+        if sizes:
+            check_sizes(folder, rollout_state=not args.finetune)
+        if (folder / ".metadata").is_file():
+            FileSystemReader(folder).read_metadata()
+    except (CheckpointError, UnreadableCheckpoint) as error:
+        raise ConfigError(f"--load: {error}") from error
 
 
 def environment_arguments(config: PluginConfig) -> dict[str, Any]:

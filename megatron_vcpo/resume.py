@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.mcore.reference import ReferencePolicy
+
+_CRC = "crc32"  # key in the header of a safetensors file
 
 
 def load_flow_state(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,7 +98,8 @@ def save_reference(reference: ReferencePolicy, path: Path) -> None:
     """Write the reference once, at iteration 0; a file that is there already was written by the same start."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    save_file({name: value.contiguous() for name, value in reference.state_dict().items()}, partial)
+    state = {name: value.contiguous() for name, value in reference.state_dict().items()}
+    save_file(state, partial, metadata={_CRC: _crc(state)})
     partial.replace(path)
 
 
@@ -113,6 +117,15 @@ def load_reference(reference: ReferencePolicy, path: Path) -> None:
     raise_together(failure)
 
 
+def _crc(state: dict[str, torch.Tensor]) -> str:
+    """CRC-32 of names, types, shapes and values."""
+    crc = 0
+    for name, tensor in sorted(state.items()):
+        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"
+
+
 def _read_reference(reference: ReferencePolicy, path: Path) -> None:
     if not path.is_file():
         raise ConfigError(
@@ -120,8 +133,13 @@ def _read_reference(reference: ReferencePolicy, path: Path) -> None:
             "layout it was saved under, or set --vcpo-kl-coefficient 0."
         )
     try:
-        reference.load_state_dict(load_file(path))
-    except (SafetensorError, ValueError) as error:
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            noted = (file.metadata() or {}).get(_CRC)
+        if noted not in (None, _crc(state)):  # files of earlier versions carry none
+            raise ValueError(f"its checksum is {_crc(state)}, and {noted} was noted when it was saved")
+        reference.load_state_dict(state)
+    except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(
             f"The KL reference {path} is damaged or of another layout ({error}); resume with the layout it was saved "
             "under, or set --vcpo-kl-coefficient 0."

@@ -57,8 +57,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "rollout_eval_temperature",
     ),
     "Start, cost and checks": (
-        *("vcpo_load_hf", "vcpo_tokens_per_micro_batch", "vcpo_logit_chunk", "vcpo_dry_run", "vcpo_dry_run_processes"),
-        "vcpo_phase_deadline",
+        *("vcpo_load_hf", "vcpo_verify_checkpoint", "vcpo_tokens_per_micro_batch", "vcpo_logit_chunk"),
+        *("vcpo_dry_run", "vcpo_dry_run_processes", "vcpo_phase_deadline"),
     ),
     "Output": ("rollout_run_dir", "rollout_save_trajectories", "rollout_save_batch", "rollout_quiet"),
 }

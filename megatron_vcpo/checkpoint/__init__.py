@@ -8,6 +8,8 @@ flags.py               Megatron's flags for it
 hf_config.py           config.json from Megatron, Megatron's flags from config.json, and the comparison
 rotary.py              the built model's rotary frequencies
 safetensors_folder.py  lazy reading
+checksums.py           damage of a distributed checkpoint's files
+guard.py               that, where Megatron's training saves and loads
 load_hf.py             each rank loads its part
 
 The converters and the verifier, for one process (docs/checkpoints.md):

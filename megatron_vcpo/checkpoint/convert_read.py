@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_vcpo.checkpoint.checksums import verify
 from megatron_vcpo.checkpoint.errors import CheckpointError
+from patches import checkpoint_unpickling
+from patches.checkpoint_unpickling import UnreadableCheckpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # What PyTorch says to files that are cut short or hold something else: pickle has no errors of its own for most.
@@ -31,14 +35,19 @@ class TorchDistFolder:
         step: the iteration, where not the latest.
 
     Raises:
-        CheckpointError: nothing there, another format, or an incomplete checkpoint.
+        CheckpointError: nothing there, another format, an incomplete or damaged checkpoint, or one whose files name
+            what no checkpoint needs.
     """
 
     def __init__(self, folder: str | Path, step: int | None = None) -> None:
+        checkpoint_unpickling.apply()
         self.path = locate(Path(folder), step)
+        verify(self.path, rollout_state=False)
         self._reader = FileSystemReader(self.path)
         try:
             metadata = self._reader.read_metadata()
+        except UnreadableCheckpoint as error:
+            raise CheckpointError(str(error)) from error
         except (*_DAMAGED, AttributeError, ImportError) as error:
             raise CheckpointError(f"{self.path / '.metadata'} cannot be read ({error}).") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -57,6 +66,9 @@ class TorchDistFolder:
 
         try:
             state = load_common_state_dict(self.path)
+        except CheckpointException as error:  # what reading raised, by rank
+            reason: BaseException = next((failure for failure, _ in error.failures.values()), error)
+            raise CheckpointError(f"The arguments in {self.path} cannot be read ({reason}).") from error
         except (*_DAMAGED, AttributeError, ImportError, CheckpointingException) as error:
             raise CheckpointError(f"The arguments in {self.path} cannot be read ({error}).") from error
         if not isinstance(state.get("args"), argparse.Namespace):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_vcpo.checkpoint import checksums
 from megatron_vcpo.checkpoint.convert_entries import Entries, pieces
 from megatron_vcpo.checkpoint.convert_flags import FLAGS_FILE, TargetLayout, model_flags, script
 from megatron_vcpo.checkpoint.convert_folder import PartialFolder
@@ -78,6 +79,8 @@ def convert_to_megatron(
         _save(strategy, source, entries, folder.path / RELEASE, args, options)
         for name in _MEGATRONS_OWN:
             folder.adopt(f"{RELEASE}/{name}")
+        checksums.write(folder.path / RELEASE)
+        folder.adopt(f"{RELEASE}/{checksums.MANIFEST}")
         flags_text = _launch_flags(source_dir, source, target, options)
         folder.write_text(FLAGS_FILE, flags_text)
         folder.write_text(TRACKER, RELEASE)  # last: without it nothing loads

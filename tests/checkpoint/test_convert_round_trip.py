@@ -245,6 +245,9 @@ def test_incomplete_and_missing_checkpoints_give_one_sentence(tmp_path: Path, me
     with pytest.raises(CheckpointError, match=r"__0_1\.distcp is missing"):
         TorchDistFolder(folder)
     file.write_bytes(bytes(len(content)))
+    with pytest.raises(CheckpointError, match=r"__0_1\.distcp is damaged: its checksum is"):
+        TorchDistFolder(folder)
+    (folder / "release" / "vcpo_checksums.json").unlink()
     source = MegatronSource(folder)
     with pytest.raises(CheckpointError, match=r"cannot be read from"):
         [source.parameter(spec) for spec in source.specs]

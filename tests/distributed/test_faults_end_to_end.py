@@ -137,8 +137,16 @@ def test_what_cannot_be_resumed_is_one_sentence_and_what_has_ended_says_so(tmp_p
     assert re.search(rf"megatron_vcpo: Rank 0 failed: {sentence}", done.stderr), done.stderr[-4000:]
     assert "MetricsFileError" not in done.stderr
 
+    tensors = saved / "iter_0000002" / "__0_0.distcp"
+    data = bytearray(tensors.read_bytes())
+    data[len(data) // 2] ^= 1
+    tensors.write_bytes(data)
+    done = launch(tmp_path, *resume, "--train-iters", "3")
+    assert done.returncode == 1
+    assert f"megatron_vcpo: {tensors} is damaged: its checksum is " in done.stderr, done.stderr[-4000:]
+
     metadata = saved / "iter_0000002" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:200])
     done = launch(tmp_path, *resume, "--train-iters", "3")
-    assert done.returncode == 1
-    assert f"megatron_vcpo: the checkpoint (--load {saved}) could not be loaded: " in done.stderr, done.stderr[-4000:]
+    assert done.returncode == 2
+    assert f"megatron_vcpo: --load: {metadata} has 200 bytes of " in done.stderr, done.stderr[-4000:]

@@ -1,0 +1,71 @@
+"""Where Megatron's training saves and loads: checksums are written after the one and compared before the other."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_vcpo.checkpoint import checksums
+from megatron_vcpo.checkpoint.convert_read import TRACKER
+
+
+def install(*, verify: bool, rollout_state: bool) -> None:
+    """Wrap the two functions of dist_checkpointing by which megatron.training saves and begins to load. Idempotent.
+
+    Args:
+        verify: whether checksums are made and compared; otherwise those of an earlier save into a folder are removed.
+        rollout_state: whether the flow's state will be read.
+    """
+    from megatron.core import dist_checkpointing
+
+    stock_save, stock_load = dist_checkpointing.save, dist_checkpointing.load_common_state_dict
+    if hasattr(stock_save, "__wrapped__"):
+        return
+
+    @functools.wraps(stock_save)
+    def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        request = stock_save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        finish = functools.partial(_finish, Path(checkpoint_dir), verify)
+        if request is None:
+            finish()
+        else:
+            request.finalize_fns.append(finish)  # an asynchronous save: run on all ranks when all is on disk
+        return request
+
+    # What load_checkpoint() reads first, on all ranks, of every distributed checkpoint.
+    @functools.wraps(stock_load)
+    def load_common_state_dict(checkpoint_dir: Any) -> Any:
+        if verify and not checksums.verify(Path(checkpoint_dir), rollout_state=rollout_state):
+            _say(
+                f"note: {checkpoint_dir} holds no {checksums.MANIFEST}, so that damage of its files is not looked for."
+            )
+        return stock_load(checkpoint_dir)
+
+    dist_checkpointing.save = save
+    dist_checkpointing.load_common_state_dict = load_common_state_dict
+
+
+def loaded_iteration(args: argparse.Namespace) -> Path | None:
+    """The folder of the iteration that --load will take; None where it names none."""
+    if args.load is None:
+        return None
+    tracker = Path(args.load) / TRACKER
+    name = tracker.read_text(encoding="ascii").strip() if args.ckpt_step is None else str(args.ckpt_step)
+    return Path(args.load) / (name if name == "release" else f"iter_{int(name):07d}")
+
+
+def _finish(folder: Path, verify: bool) -> None:
+    if verify:
+        checksums.write(folder)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        checksums.remove(folder)
+
+
+def _say(sentence: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)
