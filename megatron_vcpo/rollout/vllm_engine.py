@@ -27,6 +27,7 @@ from patches import (
     vllm_cpu_amx_permission,
     vllm_cpu_int8_reload,
     vllm_cpu_latent_rope,
+    vllm_cpu_seeded_generators,
     vllm_shutdown_process_group,
 )
 
@@ -258,6 +259,7 @@ def _build(settings: VLLMSettings) -> Any:
     vllm_cpu_int8_reload.apply()
     if _on_cpu():
         vllm_cpu_amx_permission.apply()
+        vllm_cpu_seeded_generators.apply()
     eager = _on_cpu() if settings.enforce_eager is None else settings.enforce_eager
     return LLM(
         model=settings.model_dir,
