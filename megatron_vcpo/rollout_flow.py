@@ -152,6 +152,7 @@ class RolloutFlow(BaseFlow):
             tensor_parallel_size=rollout.engine_tensor_parallel_size,
             seed=int(rollout.seed or 0),
             return_routes=rollout.router_replay == "rollout",
+            log_file=str(self.run_dir / f"engine_rank{self.args.rank}.log"),
         )
         if rollout.engine_placement == "process":
             sync = self.config.sync

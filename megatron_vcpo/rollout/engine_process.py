@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, GenerationResult, Sampling, UpdateReport
+from megatron_vcpo.rollout.engine_log import grown, size_of
 from megatron_vcpo.rollout.pulse import Listener, Pulse
 from megatron_vcpo.rollout.trajectory import Float32Array
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
@@ -59,6 +60,8 @@ class ProcessEngine:
         self._bucket_bytes = bucket_bytes
         self._sender: BucketSender | None = None
         self._last = "(none yet)"
+        self._log_file = settings.log_file
+        self._log_size = size_of(settings.log_file)
         self._pipe, theirs = Pipe()
         _limit_blocking(self._pipe, timeout)
         self._pulse = Pulse()
@@ -226,6 +229,7 @@ class ProcessEngine:
             code = "none: it had closed its pipe"
         return EngineError(
             f"{self.name.capitalize()} is gone (exit code {code}); it was to {what} (last tensor given: {self._last})."
+            + grown(self._log_file, self._log_size)
         )
 
     def _end(self) -> None:

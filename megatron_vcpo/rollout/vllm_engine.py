@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, GenerationResult, Sampling, UpdateReport
+from megatron_vcpo.rollout.engine_log import EngineLog, logging_variables
 from megatron_vcpo.rollout.process_state import EngineTurn
 from megatron_vcpo.rollout.routes import RouteArray
 from megatron_vcpo.rollout.trajectory import Float32Array
@@ -58,6 +59,7 @@ class VLLMSettings:
     tokenizer_dir: str | None = None  # default: model_dir
     enforce_eager: bool | None = None  # default: on a CPU only; elsewhere CUDA graphs are captured
     return_routes: bool = False  # responses come with the experts that served each token
+    log_file: str | None = None  # takes what vLLM logs when it fails; default: a temporary file
 
 
 class VLLMEngine:
@@ -70,14 +72,15 @@ class VLLMEngine:
         self._settings = settings
         if not (Path(settings.model_dir) / "config.json").is_file():
             raise EngineError(f"The engine's model folder {settings.model_dir} has no config.json; check the path.")
-        self._turn = EngineTurn(_VARIABLES)
+        self._turn = EngineTurn(_VARIABLES | logging_variables())
+        self._log = EngineLog(settings.log_file)
         self._llm: Any = None
         self._routes: VLLMRoutes | None = None
         self._cache_may_hold_nan = False
         # vLLM creates the default process group where there is none; then it is ours to destroy.
         self._owns_process_group = not torch.distributed.is_initialized()
         try:
-            with self._turn, self._as_engine_error(f"vLLM could not start with {settings.model_dir}"):
+            with self._calling(f"vLLM could not start with {settings.model_dir}"):
                 self._llm = _build(settings)
                 self._loader = WeightLoader(self._llm)
                 self.float32_weights = self._loader.float32_names()
@@ -97,7 +100,7 @@ class VLLMEngine:
         """See `RolloutEngine.update_weights`. Raises EngineError naming the tensor or the parameters left out."""
         llm = self._running()
         self.version = None
-        with self._turn:
+        with self._turn, self._log.collecting():
             report = self._loader.load(weights, verify=verify)
             if self._cache_may_hold_nan:
                 llm.collective_rpc(_zero_cache)
@@ -135,7 +138,7 @@ class VLLMEngine:
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         if self._routes is not None:
             self._routes.begin()
-        with self._turn, self._as_engine_error("vLLM failed while generating"):
+        with self._calling("vLLM failed while generating"):
             outputs = llm.generate(prompts, params, use_tqdm=_progress_bar if progress else False)
         if len(outputs) != len(requests):
             raise EngineError(f"vLLM returned {len(outputs)} responses to {len(requests)} requests.")
@@ -170,7 +173,7 @@ class VLLMEngine:
                     logprob_token_ids=[int(ids[-1])],
                 )
             )
-        with self._turn, self._as_engine_error("vLLM failed while scoring"):
+        with self._calling("vLLM failed while scoring"):
             outputs = llm.generate(prompts, params, use_tqdm=False) if prompts else []
         scores = [np.zeros(0, np.float32) for _ in sequences]
         with self._guarding_cache():
@@ -219,14 +222,15 @@ class VLLMEngine:
             raise
 
     @contextlib.contextmanager
-    def _as_engine_error(self, what: str) -> Iterator[None]:
-        """Turn whatever vLLM raises into EngineError with the cause in the sentence."""
-        try:
-            yield
-        except EngineError:
-            raise
-        except Exception as error:
-            raise EngineError(f"{what}: {type(error).__name__}: {_first_sentence(error)}") from error
+    def _calling(self, what: str) -> Iterator[None]:
+        """The engine's turn; turns whatever vLLM raises into EngineError with the cause in the sentence."""
+        with self._turn, self._log.collecting():
+            try:
+                yield
+            except EngineError:
+                raise
+            except Exception as error:
+                raise EngineError(f"{what}: {type(error).__name__}: {_first_sentence(error)}") from error
 
 
 def _progress_bar(*args: Any, **kwargs: Any) -> tqdm:

@@ -43,14 +43,21 @@ class Drawn:
 
 
 @contextlib.contextmanager
-def engine_with(folder: Any, monkeypatch: pytest.MonkeyPatch, budget: int, cache: int = ENOUGH) -> Iterator[VLLMEngine]:
+def engine_with(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, budget: int, cache: int = ENOUGH, log: Any = None
+) -> Iterator[VLLMEngine]:
     import vllm
 
     with monkeypatch.context() as patch:
         patch.setattr(vllm, "LLM", functools.partial(vllm.LLM, max_num_batched_tokens=budget))
         engine = VLLMEngine(
             VLLMSettings(
-                model_dir=str(folder), dtype="float32", max_model_len=512, kv_cache_bytes=cache, max_sequences=16
+                model_dir=str(folder),
+                dtype="float32",
+                max_model_len=512,
+                kv_cache_bytes=cache,
+                max_sequences=16,
+                log_file=None if log is None else str(log),
             )
         )
     try:
@@ -148,11 +155,21 @@ def test_recomputed_responses_go_on_as_they_would_have(
 
 @pytest.mark.engine
 def test_a_prompt_in_parts_still_ends_the_engine(
-    uncut: tuple[Drawn, Drawn], folder: Any, monkeypatch: pytest.MonkeyPatch
+    uncut: tuple[Drawn, Drawn], folder: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with engine_with(folder, monkeypatch, 64) as engine, without_the_patch(monkeypatch):
-        with pytest.raises(EngineError, match="CPU Generator does not use offset"):
-            engine.generate(REQUESTS, SAMPLING, progress=False)
+    """What vLLM then dumps is in the file that the error names, and nowhere else."""
+    log = folder / "engine.log"
+    said = f"CPU Generator does not use offset. What it logged is in {log}."
+    with (
+        engine_with(folder, monkeypatch, 64, log=log) as engine,
+        without_the_patch(monkeypatch),
+        pytest.raises(EngineError, match=said),
+    ):
+        engine.generate(REQUESTS, SAMPLING, progress=False)
+    written, printed = log.read_text(), "".join(capfd.readouterr())
+    for part in ("Dumping input data", "Dumping scheduler output", "Traceback", "set_offset"):
+        assert part in written
+        assert part not in printed
 
 
 def test_generators_are_hidden_for_the_sampling_alone() -> None:
@@ -162,8 +179,15 @@ def test_generators_are_hidden_for_the_sampling_alone() -> None:
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(generators=generators, num_reqs=4), discard_request_mask=SimpleNamespace(np=mask)
     )
-    with pytest.raises(KeyError), vllm_cpu_seeded_generators.unwanted_generators_hidden(runner):
-        assert sorted(generators) == [1, 4]
-        raise KeyError
+    seen: list[int] = []
+
+    def sample() -> None:
+        with vllm_cpu_seeded_generators.unwanted_generators_hidden(runner):
+            seen.extend(sorted(generators))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        sample()
+    assert seen == [1, 4]
     assert generators == before
     assert runner.input_batch.generators is generators

@@ -256,14 +256,25 @@ def test_a_process_that_is_killed_amid_an_update_is_noticed_at_once(weights) -> 
     engine.shutdown()
 
 
-def test_an_engine_that_cannot_start_says_why_and_leaves_no_process(tmp_path) -> None:
-    with pytest.raises(EngineError, match=r"In the engine process \d+ of rank 1: .*has no config\.json"):
+@pytest.mark.parametrize(
+    ("has_model", "length", "said"),
+    [(False, 8, r"has no config\.json"), (True, 513, r"513.* What it logged is in {log}\.")],
+)
+def test_an_engine_that_cannot_start_says_why_and_leaves_no_process(
+    weights, tmp_path, capfd, has_model, length, said
+) -> None:
+    log = tmp_path / "engine_rank1.log"
+    folder = weights.folder / "0" if has_model else tmp_path
+    said = said.format(log=log)
+    with pytest.raises(EngineError, match=rf"In the engine process \d+ of rank 1: .*{said}"):
         ProcessEngine(
-            VLLMSettings(model_dir=str(tmp_path), dtype="float32", max_model_len=8),
+            VLLMSettings(model_dir=str(folder), dtype="float32", max_model_len=length, log_file=str(log)),
             rank=1,
             timeout=5.0,
             bucket_bytes=1 << 20,
         )
+    assert log.exists() == has_model
+    assert "Traceback" not in "".join(capfd.readouterr())
     children = [int(p) for p in os.listdir("/proc") if p.isdigit() and _parent(p) == os.getpid()]
     assert not [c for c in children if "engine_process" in _command(c)]
 
