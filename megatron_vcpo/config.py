@@ -355,7 +355,8 @@ class RolloutConfig:
     tools/mismatch_report.py; 0 is off."""
 
     run_dir: str | None = None
-    """Folder for metrics.jsonl, samples and pictures. Default: --save, or runs/<date-time>."""
+    """Folder for metrics.jsonl, samples, pictures and what an engine logs when it fails. Default: --save, or
+    runs/<date-time>."""
 
     quiet: bool = False
     """No progress bars."""
