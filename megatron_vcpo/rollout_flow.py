@@ -27,6 +27,7 @@ from megatron_vcpo.preflight import Inputs, environment_arguments
 from megatron_vcpo.replay_flow import mismatch_with_and_without, with_trainer_routes
 from megatron_vcpo.rollout.buffer import TrajectoryBuffer
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
+from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.engine import RolloutEngine
 from megatron_vcpo.rollout.engine_process import ProcessEngine
 from megatron_vcpo.rollout.evaluate import evaluate
@@ -98,9 +99,13 @@ class RolloutFlow(BaseFlow):
     def _open_samples(self) -> None:
         failure: MetricsFileError | None = None
         if self.config.rollout.save_trajectories and self.args.rank == 0:
-            decode = self.inputs.tokenizer.decode
             try:
-                self._samples = SamplesLog(self.run_dir, next_group=self.sampler.drawn, decode=decode)
+                self._samples = SamplesLog(
+                    self.run_dir,
+                    next_group=self.sampler.drawn,
+                    decode_prompt=self.inputs.tokenizer.decode,
+                    decode_response=ResponseDecoder(self.inputs.tokenizer),
+                )
             except OSError as error:
                 failure = MetricsFileError(
                     f"samples.jsonl in {self.run_dir} could not be opened ({error}); make room or the folder writable, "

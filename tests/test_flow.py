@@ -1,15 +1,19 @@
-"""What becomes of the trajectories of a step that was skipped."""
+"""What becomes of the trajectories of a step that was skipped, and what the samples show."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.flow import BaseFlow, StepBatch
+from megatron_vcpo.rollout_flow import RolloutFlow
 from tests.oracle.single_process import single_process_megatron
+from tests.oracle.tiny_models import EOS, character_tokenizer
 from tests.oracle.trajectories import trajectory
 
 
@@ -50,3 +54,21 @@ def test_only_an_overflow_keeps_its_trajectories_and_only_so_often(tmp_path, suc
     assert flow.version == int(success)
     assert flow.counters.get("skipped_steps", 0.0) == float(not success)
     assert flow.counters.get("retried_steps", 0.0) == float(kept)
+
+
+def test_samples_show_a_response_as_the_judge_sees_it(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</answer>"]})
+    flow = SimpleNamespace(
+        config=PluginConfig(),
+        args=SimpleNamespace(rank=0),
+        inputs=SimpleNamespace(tokenizer=tokenizer),
+        run_dir=tmp_path,
+        sampler=SimpleNamespace(drawn=0),
+        _samples=None,
+    )
+    flow.config.rollout.save_trajectories = 1
+    RolloutFlow._open_samples(flow)
+    ids = np.array([*tokenizer.encode("2</answer>"), EOS], np.int32)
+    flow._samples.append([trajectory(response_ids=ids)], version=0)
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["response"] == "2</answer>"

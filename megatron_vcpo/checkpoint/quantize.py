@@ -18,6 +18,7 @@ from megatron_vcpo.checkpoint.errors import CheckpointError, some
 from megatron_vcpo.checkpoint.hf_config import tokenizer_files
 from megatron_vcpo.checkpoint.load_hf import check_hf_folder
 from megatron_vcpo.checkpoint.quantize_stream import is_quantized
+from megatron_vcpo.environments import Prompt
 from megatron_vcpo.objective import kl_estimate
 from megatron_vcpo.rollout.sampler import encode_prompt
 
@@ -213,7 +214,7 @@ def _sequences(model: Any, tokenizer: Any, prompts: Sequence[str], options: Quan
     """Prompts, each with a response drawn at temperature 1: the tokens that rollouts will show the engine."""
     torch.manual_seed(options.seed)
     for text in prompts[: options.calibration + options.measured]:
-        ids = encode_prompt(tokenizer, text, chat=options.chat)[-options.max_prompt_tokens :]
+        ids = encode_prompt(tokenizer, Prompt(text=text), chat=options.chat)[1][-options.max_prompt_tokens :]
         if not ids:
             raise CheckpointError(f"The tokenizer makes no token of the prompt {text[:60]!r}.")
         prompt = torch.tensor([ids], device=model.device)

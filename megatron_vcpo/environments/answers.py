@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megatron_vcpo.environments.protocol import EnvironmentSetupError
 
 AnswerFormat = Literal["raw", "first-line", "last-line", "tag", "boxed"]
 """raw: the whole response; first-line, last-line: that line of those not empty, without 'Answer:' before it;
-tag: inside the last <answer>...</answer>; boxed: inside the last \\boxed{...}."""
+tag: inside the last <answer>...</answer>; boxed: inside the last \\boxed{...} or \\fbox{...} that is not empty."""
 
 _ANSWER_PREFIX = re.compile(r"^.*\banswer\s*(?:is)?\s*:\s*", re.IGNORECASE)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_BOXED = "\\boxed{"
+_TAG_BEGIN = re.compile("<answer>", re.IGNORECASE)
+_BOX_OR_BRACE = re.compile(r"(?P<begin>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)  # \{ is text
 
 
 def check_format(answer_format: str, allowed: Sequence[str] = get_args(AnswerFormat)) -> None:
@@ -31,12 +33,6 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     return strings
 
 
-def cut(response: str, stop: Sequence[str]) -> str:
-    """What stands before the first stop string."""
-    ends = [end for string in stop if (end := response.find(string)) >= 0]
-    return response[: min(ends)] if ends else response
-
-
 def extract(response: str, answer_format: AnswerFormat) -> str | None:
     """The answer without white space around it, or None where the response has none in this format.
 
@@ -51,17 +47,38 @@ def extract(response: str, answer_format: AnswerFormat) -> str | None:
         return _ANSWER_PREFIX.sub("", lines[0 if answer_format == "first-line" else -1]).strip() if lines else None
     if answer_format == "tag":
         found = _TAG.findall(response)
-        return found[-1].strip() if found else None
-    return _last_boxed(response)
+        # A begin within a tag is one more that never ended.
+        return _TAG_BEGIN.split(found[-1])[-1].strip() if found else None
+    found = boxes(response)
+    return found[-1].content if found else None
 
 
-def _last_boxed(response: str) -> str | None:
-    start = response.rfind(_BOXED)
-    if start < 0:
-        return None
-    begin, depth = start + len(_BOXED), 1
-    for position in range(begin, len(response)):
-        depth += {"{": 1, "}": -1}.get(response[position], 0)
-        if depth == 0:
-            return response[begin:position].strip()
-    return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """One \\boxed{...} or \\fbox{...} of a text."""
+
+    content: str | None  # without white space around it; None: it never ends
+    start: int
+    end: int
+
+
+def boxes(text: str) -> list[Box]:
+    """The outermost boxes that are not empty, in order; of a box that holds nothing but another, the inner one."""
+    found: list[Box] = []
+    open_groups: list[re.Match[str]] = []
+    for token in _BOX_OR_BRACE.finditer(text):
+        if token["begin"] is not None or token[0] == "{":
+            open_groups.append(token)
+        elif token[0] == "}" and open_groups:
+            begin = open_groups.pop()
+            content = text[begin.end() : token.start()].strip()
+            if begin["begin"] is not None and content:
+                inner = found.pop() if found and found[-1].start > begin.start() else None
+                while found and found[-1].start > begin.start():
+                    found.pop()
+                alone = inner is not None and text[inner.start : inner.end] == content
+                found.append(
+                    Box(content=inner.content if inner and alone else content, start=begin.start(), end=token.end())
+                )
+    endless = [Box(content=None, start=group.start(), end=len(text)) for group in open_groups if group["begin"]]
+    return sorted([*found, *endless], key=lambda box: box.start)

@@ -10,8 +10,10 @@ from typing import Any
 from megatron_vcpo.environments import answers, splits
 from megatron_vcpo.environments.answers import AnswerFormat
 from megatron_vcpo.environments.protocol import EnvironmentSetupError, Prompt, Split
+from megatron_vcpo.environments.reasoning import MARKERS, Markers, ResponseReader
 
 _SIZE = 10_000  # for datasets that prepare all their tasks ahead; the others do not look at it
+_LARGEST_SIZE = 10_000_000
 _STRIDE = 16_777_213  # a prime: candidates for one prompt, far from those for its neighbours
 _FIELD = re.compile(r"\{(\w+)\}")
 
@@ -20,8 +22,8 @@ class ReasoningGym:
     """Prompts without end; the dataset's own `score_answer` is the reward.
 
     Configuration: `prompt_template` with {question}, or with the name of any entry of the task's metadata (chain_sum
-    has {expression}) in braces; `answer_format`; `stop`, strings that end the answer; everything else goes to the
-    dataset.
+    has {expression}) in braces; `answer_format`; `stop`, strings that end the answer; `reasoning`, markers of blocks
+    that are not judged; everything else goes to the dataset.
 
     Example:
         >>> ReasoningGym(dataset="chain_sum", split="train", seed=1, max_terms=2, stop="\\n",
@@ -37,6 +39,7 @@ class ReasoningGym:
         prompt_template: str = "{question}",
         answer_format: AnswerFormat = "raw",
         stop: str | Sequence[str] = (),
+        reasoning: Markers = MARKERS,
         **config: Any,
     ) -> None:
         answers.check_format(answer_format)
@@ -44,7 +47,7 @@ class ReasoningGym:
         self._split = split
         self._template = prompt_template
         self._format = answer_format
-        self._stop = answers.check_stop(stop)
+        self._reader = ResponseReader(stop=stop, reasoning=reasoning)
         self._dataset = _create(dataset, {"size": _SIZE, **config, "seed": seed % (1 << 24)}, config)
         self._period: int | None = None
         self._ready = False
@@ -63,7 +66,8 @@ class ReasoningGym:
 
     def reward(self, prompt: Prompt, response: str) -> float:
         """See `Environment.reward`. A response without an answer in the configured format gets 0."""
-        answer = answers.extract(answers.cut(response, self._stop), self._format)
+        judged = self._reader.read(prompt, response)
+        answer = None if judged is None else answers.extract(judged, self._format)
         if answer is None:
             return 0.0
         entry = dict(prompt.metadata)
@@ -101,6 +105,11 @@ def _fields(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _create(dataset: str, settings: dict[str, Any], given: Mapping[str, Any]) -> Any:
+    size = settings["size"]
+    if not isinstance(size, int) or not 1 <= size <= _LARGEST_SIZE:
+        raise EnvironmentSetupError(
+            f"size of reasoning_gym:{dataset} must be a whole number from 1 to {_LARGEST_SIZE}, not {size!r}."
+        )
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

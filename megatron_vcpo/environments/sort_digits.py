@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from megatron_vcpo.environments import answers, splits
+from megatron_vcpo.environments import splits
 from megatron_vcpo.environments.protocol import EnvironmentSetupError, Prompt, Split
+from megatron_vcpo.environments.reasoning import MARKERS, Markers, ResponseReader
 
 
 class SortDigits:
     """Prompts such as 'sort 31752: ', answered by '12357'. Without end; `prompt(i).answer` serves supervised warm-up.
 
     Configuration: n_digits; prompt_template, with {digits} in it; partial_credit, which gives the share of digits in
-    their right place instead of 1 for all or 0; stop, strings that end the answer.
+    their right place instead of 1 for all or 0; stop, strings that end the answer; reasoning, markers of blocks that
+    are not judged.
     """
 
     def __init__(
@@ -25,6 +27,7 @@ class SortDigits:
         prompt_template: str = "sort {digits}: ",
         partial_credit: bool = False,
         stop: str | Sequence[str] = "\n",
+        reasoning: Markers = MARKERS,
     ) -> None:
         if not isinstance(n_digits, int) or not 2 <= n_digits <= 1000:
             raise EnvironmentSetupError(
@@ -37,7 +40,7 @@ class SortDigits:
         self._n_digits = n_digits
         self._template = prompt_template
         self._partial_credit = partial_credit
-        self._stop = answers.check_stop(stop)
+        self._reader = ResponseReader(stop=stop, reasoning=reasoning)
 
     def prompt(self, index: int) -> Prompt:
         """See `Environment.prompt`."""
@@ -52,7 +55,7 @@ class SortDigits:
 
     def reward(self, prompt: Prompt, response: str) -> float:
         """See `Environment.reward`."""
-        given, right = answers.cut(response, self._stop).strip(), prompt.answer
+        given, right = (self._reader.read(prompt, response) or "").strip(), prompt.answer
         if not self._partial_credit:
             return float(given == right)
         return sum(a == b for a, b in zip(given, right, strict=False)) / max(len(given), len(right))

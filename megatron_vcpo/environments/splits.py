@@ -13,7 +13,7 @@ _TRIES = 1000
 
 def split_of(content: str) -> Split:
     """The split a task belongs to: one in eight is held out."""
-    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).digest()
     return "eval" if int.from_bytes(digest, "big") % _EVAL_SHARE == 0 else "train"
 
 

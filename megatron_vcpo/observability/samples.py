@@ -21,12 +21,20 @@ class SamplesLog:
         next_group: number of the next prompt to be drawn. What the file holds from it on was written by a run that was
             lost after its last checkpoint, and is cut off. With 0 the run is a new one: a file that is there already is
             kept under another name (samples.1.jsonl, ...), as that of the metrics is.
-        decode: token ids to text.
+        decode_prompt, decode_response: token ids to text; a response as the environment judges it.
     """
 
-    def __init__(self, run_dir: Path, *, next_group: int, decode: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        next_group: int,
+        decode_prompt: Callable[[list[int]], str],
+        decode_response: Callable[[list[int]], str],
+    ) -> None:
         self.path = run_dir / SAMPLES_FILE
-        self._decode = decode
+        self._decode_prompt = decode_prompt
+        self._decode_response = decode_response
         if self.path.exists():
             if next_group > 0:
                 _keep_until(self.path, next_group)
@@ -41,7 +49,8 @@ class SamplesLog:
         """
         lines = [json.dumps(self._record(trajectory, version), ensure_ascii=False) for trajectory in trajectories]
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            # Names of parts are anybody's: half a surrogate pair becomes \ud800, which JSON reads as just that.
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write("".join(f"{line}\n" for line in lines))
         except OSError as error:
             sentence = f"the trajectories of version {version} could not be written: {error.strerror}"
@@ -51,8 +60,8 @@ class SamplesLog:
         return {
             "version": version,
             "group": trajectory.group_id,
-            "prompt": self._decode(trajectory.prompt_ids.tolist()),
-            "response": self._decode(trajectory.response_ids.tolist()),
+            "prompt": self._decode_prompt(trajectory.prompt_ids.tolist()),
+            "response": self._decode_response(trajectory.response_ids.tolist()),
             "reward": trajectory.reward,
             "parts": dict(trajectory.reward_parts),
             "truncated": trajectory.truncated,

@@ -17,6 +17,7 @@ from megatron_vcpo import phases
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments.protocol import Prompt
+from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
 from megatron_vcpo.rollout.exchange import exchange_trajectories
 from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome, RewardPool
@@ -186,9 +187,9 @@ class RolloutCollector:
 def judge(
     pool: RewardPool, prompts: Sequence[Prompt], results: Sequence[GenerationResult], tokenizer: Any
 ) -> list[RewardOutcome]:
-    """Rewards of responses, in order; the environment sees the text without special tokens."""
-    texts = [tokenizer.decode(result.response_ids.tolist(), skip_special_tokens=True) for result in results]
-    return pool.judge(list(zip(prompts, texts)))
+    """Rewards of responses, in order; the environment sees what `ResponseDecoder` gives."""
+    decode = ResponseDecoder(tokenizer)
+    return pool.judge([(prompt, decode(result.response_ids.tolist())) for prompt, result in zip(prompts, results)])
 
 
 def response_seed(seed: int, group_id: int, index: int) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
-from megatron_vcpo.environments.protocol import Environment, Prompt, size_of
+from megatron_vcpo.environments.protocol import Environment, Prompt, draw_prompt, size_of
 from megatron_vcpo.rollout.collector import EnginePlace, judge, response_seed
 from megatron_vcpo.rollout.engine import GenerationRequest, RolloutEngine, Sampling
 from megatron_vcpo.rollout.rewards import RewardPool
@@ -45,11 +45,13 @@ def evaluate(
     and a reward that fails are left out and counted.
     """
     prompts = [
-        environment.prompt(i)
+        draw_prompt(environment, i)
         for i in range(min(config.eval_num_prompts, size_of(environment) or config.eval_num_prompts))
     ]
-    encoded = [(i, p, encode_prompt(tokenizer, p.text, chat=config.chat_template)) for i, p in enumerate(prompts)]
-    fitting = [(i, p, ids) for i, p, ids in encoded if 0 < len(ids) <= int(config.max_prompt_length or len(ids))]
+    encoded = [encode_prompt(tokenizer, prompt, chat=config.chat_template) for prompt in prompts]
+    fitting = [
+        (i, p, ids) for i, (p, ids) in enumerate(encoded) if 0 < len(ids) <= int(config.max_prompt_length or len(ids))
+    ]
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # reward, length, judged
     failure: Exception | None = None
     try:

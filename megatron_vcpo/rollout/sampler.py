@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_vcpo.config import ConfigError
-from megatron_vcpo.environments.protocol import Environment, Prompt, size_of
+from megatron_vcpo.environments.protocol import Environment, Prompt, draw_prompt, size_of
 
 _MAX_SKIPPED_IN_A_ROW = 1000  # over-long prompts before the bound itself must be wrong
 
@@ -60,14 +60,14 @@ class PromptSampler:
 
         Raises:
             ConfigError: hardly any prompt fits the length bound.
+            EnvironmentSetupError: a prompt that cannot be tokenized.
         """
         out: list[DrawnPrompt] = []
         in_a_row = 0
         while len(out) < count:
             index = self._index(self._position)
             self._position += 1
-            prompt = self.environment.prompt(index)
-            ids = encode_prompt(self.tokenizer, prompt.text, chat=self.chat)
+            prompt, ids = encode_prompt(self.tokenizer, draw_prompt(self.environment, index), chat=self.chat)
             if not 0 < len(ids) <= self.max_length:
                 self.skipped += 1
                 in_a_row += 1
@@ -117,11 +117,11 @@ class PromptSampler:
         self._position, self._drawn, self.skipped = (int(state[k]) for k in ("position", "drawn", "skipped"))
 
 
-def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
-    """Token ids of a prompt, as one user message where `chat` is set."""
+def encode_prompt(tokenizer: Any, prompt: Prompt, *, chat: bool) -> tuple[Prompt, list[int]]:
+    """The prompt and its token ids; where `chat` is set, as one user message, with what the template made of it."""
     if not chat:
-        return list(tokenizer.encode(text))
-    messages = [{"role": "user", "content": text}]
+        return prompt, list(tokenizer.encode(prompt.text))
+    messages = [{"role": "user", "content": prompt.text}]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     # The template writes the special tokens itself.
-    return list(tokenizer.encode(rendered, add_special_tokens=False))
+    return replace(prompt, rendered=rendered), list(tokenizer.encode(rendered, add_special_tokens=False))

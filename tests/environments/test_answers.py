@@ -23,13 +23,11 @@ from megatron_vcpo.environments import answers
         ("boxed", r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         ("boxed", r"\boxed{1", None),
         ("boxed", "1", None),
+        ("boxed", r"\boxed{1} and \boxed{2", None),
+        ("boxed", r"\boxed{\left\{x\right.} and \fbox {2} \boxed{}", "2"),
+        ("boxed", r"\boxed{\text{a \boxed{b} c}}", r"\text{a \boxed{b} c}"),
+        ("tag", "<answer>3<answer>4</answer>", "4"),
     ],
 )
 def test_answer_is_found_in_its_format(answer_format, response, answer):
     assert answers.extract(response, answer_format) == answer
-
-
-def test_answer_ends_before_the_first_stop_string():
-    assert answers.cut("12\nQ: 3", ("Q:", "\n")) == "12"
-    assert answers.cut("12", ("\n",)) == "12"
-    assert answers.cut("12", ()) == "12"

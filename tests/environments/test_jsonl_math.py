@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 
 import pytest
@@ -95,7 +96,29 @@ def test_math_verify_s_signal_timers_are_off(write, monkeypatch):
         (b'{"question": "a", "answer": null}\n', "line 1: 'answer' must be text"),
         (b'{"question": "a", "answer": ["1"]}\n', "line 1: 'answer' must be text"),
         (b'{"question": "a", "answer": "so #### "}\n', "line 1 has an empty answer"),
-        (b'{"question": "\xff", "answer": "1"}\n', "line 1 is not JSON"),
+        (b'{"question": "\xff", "answer": "1"}\n', r"line 1 is not UTF-8 text \(byte 0xff at position 14\)"),
+        ('{"question": "a", "answer": "1"}\n'.encode("utf-16"), r"line 1 is not UTF-8 text"),
+        (
+            b'{"question": "a", "answer": "1"}\n{"question": "12\\ud800", "answer": "1"}\n',
+            "line 2: 'question' holds a lone",
+        ),
+        (
+            b'{"question": "a", "answer": "1\\udfff"}\n',
+            r"line 1: 'answer' holds a lone surrogate \(.udfff at character 1\)",
+        ),
+        (
+            b'{"question": "a", "answer": NaN}\n',
+            r"line 1: 'answer' must be text that is not empty \(or a finite number\)",
+        ),
+        (b'{"question": "a", "answer": -Infinity}\n', "line 1: 'answer' must be text"),
+        (b'{"question": "a", "answer": 1e999999}\n', "line 1: 'answer' must be text"),
+        (b'{"question": "a", "answer": true}\n', "line 1: 'answer' must be text"),
+        (
+            b'{"question": "a", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "line 1 is not JSON: it is nested too",
+        ),
+        (b'{"question": "a", "answer": ' + b"9" * 5000 + b"}", "line 1 is not JSON: Exceeds"),
+        (b'{"question": "a", "question": "b", "answer": "1"}\n', "the key 'question' stands twice"),
         (b"", "holds no questions"),
         (b"\n \n", "holds no questions"),
     ],
@@ -113,6 +136,22 @@ def test_file_that_is_not_there_and_a_folder_are_named(tmp_path):
         build(tmp_path / "none.jsonl")
     with pytest.raises(EnvironmentSetupError, match="cannot be read: Is a directory"):
         build(tmp_path)
+
+
+def test_a_pipe_is_refused_before_it_is_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(EnvironmentSetupError, match="is a pipe or a device"):
+        build(tmp_path / "pipe")
+
+
+def test_numbers_are_written_out_and_an_empty_cell_of_a_table_is_passed_over(write):
+    path = write(
+        raw=b'{"question": 12, "answer": 0.10}\n{"question": "a", "answer": 1e22}\n'
+        b'{"question": "a", "answer": NaN, "solution": "3"}\n'
+    )
+    task = build(path)
+    assert task.prompt(0).text == "12"
+    assert [task.prompt(i).answer for i in range(3)] == ["0.10", "1" + "0" * 22, "3"]
 
 
 def test_template_without_the_question_is_refused(write):

@@ -8,8 +8,8 @@ import torch
 
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments import Prompt
-from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, response_seed
-from megatron_vcpo.rollout.engine import EngineError
+from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, judge, response_seed
+from megatron_vcpo.rollout.engine import EngineError, GenerationResult
 from megatron_vcpo.rollout.evaluate import evaluate
 from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
@@ -190,3 +190,34 @@ def test_evaluation_counts_what_it_leaves_out():
     nothing = evaluation(FakeEngine(), long=frozenset(range(6)))
     assert (nothing.responses, nothing.rejected) == (0, 6)
     assert np.isnan(nothing.reward)
+
+
+def test_tags_that_are_special_tokens_reach_the_judge():
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    ids = np.array([*tokenizer.encode("<answer>2</answer>"), EOS], np.int32)
+    result = GenerationResult(response_ids=ids, logprobs=np.zeros(4, np.float32), text="", truncated=False)
+    rewards = InlineRewards(CountedCharacters())
+    judge(rewards, [Prompt(text="1+1")], [result], tokenizer)
+    assert rewards.judged == [(Prompt(text="1+1"), "<answer>2</answer>")]
+
+
+def test_the_judge_is_told_what_the_chat_template_made_of_a_prompt():
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    source = collector()
+    source.sampler = PromptSampler(source.sampler.environment, tokenizer, seed=5, max_length=20, chat=True)
+    source.collect(1)
+    assert [p.rendered for p, _ in source.rewards.judged] == [f"{i}:<think>" for i in range(3) for _ in range(4)]
+    evaluated = InlineRewards(source.sampler.environment)
+    evaluate(
+        engine=FakeEngine(version=7),
+        environment=evaluated.environment,
+        rewards=evaluated,
+        tokenizer=tokenizer,
+        config=config(chat_template=True, eval_num_prompts=2),
+        seed=1,
+        place=EnginePlace(),
+        device=CPU,
+    )
+    assert [p.rendered for p, _ in evaluated.judged] == ["0:<think>", "1:<think>"]

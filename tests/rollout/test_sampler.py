@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vcpo.config import ConfigError
+from megatron_vcpo.environments import EnvironmentSetupError, Prompt
 from megatron_vcpo.rollout.sampler import PromptSampler, encode_prompt
 from tests.oracle.fake_engine import CountedCharacters
 from tests.oracle.tiny_models import character_tokenizer
@@ -86,5 +87,29 @@ def test_cursor_of_another_order_is_refused(other, flag):
 def test_chat_template_wraps_the_prompt_as_one_user_message():
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-    assert tokenizer.decode(encode_prompt(tokenizer, "1+1", chat=True)) == "[user]1+1[assistant]"
-    assert tokenizer.decode(encode_prompt(tokenizer, "1+1", chat=False)) == "1+1"
+    prompt, ids = encode_prompt(tokenizer, Prompt(text="1+1"), chat=True)
+    assert tokenizer.decode(ids) == prompt.rendered == "[user]1+1[assistant]"
+    assert prompt.text == "1+1"
+    prompt, ids = encode_prompt(tokenizer, Prompt(text="1+1"), chat=False)
+    assert tokenizer.decode(ids) == "1+1"
+    assert prompt.rendered is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (Prompt(text="1\ud800"), r"The text of prompt\(2\) of the environment Odd holds a lone surrogate"),
+        (Prompt(text=""), r"prompt\(2\) of the environment Odd has no text"),
+        (Prompt(text=None), r"prompt\(2\) of the environment Odd has no text"),
+        ("1", r"prompt\(2\) of the environment Odd is no Prompt but a str"),
+    ],
+)
+def test_every_prompt_is_checked_where_it_is_drawn(prompt, said):
+    class Odd(CountedCharacters):
+        def prompt(self, index):
+            return prompt if index == 2 else super().prompt(index)
+
+    source = PromptSampler(Odd(), TOKENIZER, seed=3, max_length=20, chat=False)
+    assert len(source.draw(2)) == 2
+    with pytest.raises(EnvironmentSetupError, match=said):
+        source.draw(1)

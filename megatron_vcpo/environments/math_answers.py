@@ -1,0 +1,159 @@
+"""The answer of a mathematical response, and whether it is the right one: math-verify, with what it reads wrongly."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from megatron_vcpo.environments.answers import boxes
+
+_MARK = re.compile(r"#{4,}[ \t]*")  # GSM8K's sign of an answer, and a Markdown heading
+_MARKED_LINE = re.compile(r"#{4,}[^\n]*")
+_STEP = re.compile(r"[\W_]*(?:step|part|case|section|stage|phase|method|approach|problem|question|example)\b", re.I)
+_NUMBERED = re.compile(r"[*_]*\d+[.):]\s+[*_]*[^\W\d_]")  # '2. Final answer'
+_LABEL = re.compile(r"^.*?\banswer\b[*_\s]*(?:is\b|:|is\s*:)?[*_\s:]*", re.I)
+_NOT_UNITS = "or|and|to|plus|minus|times|over|dozen|hundred|thousand|million|billion|trillion|percent"
+_COUNT = re.compile(rf"[*_\s]*([$€£]?-?\d[\d,]*(?:\.\d+)?)\s+(?!(?:{_NOT_UNITS})\b)[^\W\d_][^=]*")  # '4 apples'
+_BETWEEN_BOXES = re.compile(r"[\s$]*(?:[,;]|,?\s*\b(?:and|or)\b)[\s$]*")
+_FULL_STOP = re.compile(r"(?<=[\w}$)])\.$")
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:\\[ ,!]|~|[ \u00a0\u2009\u202f])\d{3})+(?:\.\d+)?")  # 1 200, 1\,200
+_MIXED = re.compile(r"(\d+)\s+(\d+)\s*/\s*(\d+)")  # 1 1/2
+_STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}|[*_`$\"]|\\[ ,!]")
+_WORDS = re.compile(r"[^\W\d_]+(?:[ ,.'’-]+[^\W\d_]+)*")
+_SAID = re.compile(r"\banswer\s*(?:is\s*:?|:)(.+)", re.I)
+
+
+def prepare() -> None:
+    """Load the grammar, so that no reward's deadline has to hold it."""
+    # The deadline of a reward is the reward pool's. math-verify's own uses signals and warns when it is off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    _parse("\\boxed{1}")
+
+
+def given_answer(response: str) -> str | None:
+    """What math-verify is to read of a response: the line after the last '####' that is an answer and no heading, else
+    the last box, else all of it. None where the last box never ends."""
+    found = boxes(response)
+    heading_after = False
+    for mark in reversed(list(_MARK.finditer(response))):
+        line, end = _line_after(response, mark.end())
+        kind = _kind(line)
+        if kind != "heading":
+            if not (found and found[-1].start >= end and (heading_after or kind == "prose")):
+                return _of_line(line)
+            break
+        heading_after = True
+    if found:
+        return last_boxes(response)
+    return _MARKED_LINE.sub("", response)
+
+
+def whole_answer(text: str) -> str | None:
+    """What math-verify is to read where all of a text is the answer; None where there is none, or a box never ends."""
+    if boxes(text):
+        return last_boxes(text)
+    label = _LABEL.match(text)
+    answer = text[label.end() :] if label else text
+    return boxed(answer) if answer.strip() else None
+
+
+def last_boxes(text: str) -> str | None:
+    """The last box of a text, with those before it that only 'and', 'or' or a comma parts from it; None: it never ends.
+
+    math-verify itself takes all boxes that are not within dollars together.
+    """
+    found = boxes(text)
+    run = [found.pop()] if found else []
+    while found and _BETWEEN_BOXES.fullmatch(text, found[-1].end, run[-1].start):
+        run.append(found.pop())
+    contents = dict.fromkeys(box.content for box in reversed(run))
+    if not contents or None in contents:
+        return None
+    return boxed(", ".join(str(content) for content in contents))
+
+
+def boxed(answer: str) -> str:
+    """An answer as math-verify reads it as a whole, in a spelling that it knows."""
+    answer = _FULL_STOP.sub("", answer.strip())
+    if _GROUPED.fullmatch(answer):
+        answer = re.sub(r"\\[ ,!]|[^-+\d.]", "", answer)
+    if (mixed := _MIXED.fullmatch(answer)) is not None:
+        answer = f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    return f"\\boxed{{{answer}}}"
+
+
+def is_equal(right: str, given: str) -> bool:
+    """Whether an answer as math-verify reads it has the value of the right one."""
+    from math_verify import verify
+
+    golds = [right]
+    if (count := _COUNT.fullmatch(right)) is not None:
+        golds.append(count[1])
+    read = _parse(given)
+    return any(verify(_parse(boxed(gold)), read, timeout_seconds=None) for gold in golds)
+
+
+def words_of(answer: str) -> str | None:
+    """A right answer that is made of words, in small letters and without style; None: it is mathematics.
+
+    To math-verify a word is the product of its letters, so that Pairs is Paris.
+    """
+    plain = _plain(answer)
+    long_enough = any(len(word) > 3 for word in re.split(r"\W+", plain)) or plain in ("yes", "no")
+    return plain if long_enough and "\\" not in plain and _WORDS.fullmatch(plain) else None
+
+
+def says(response: str, words: str) -> bool:
+    """Whether the answer of a response is these words of `words_of`."""
+    return _plain(_spoken(response)) == words
+
+
+def _spoken(response: str) -> str:
+    found = boxes(response)
+    if found:
+        return found[-1].content or ""
+    marks = list(_MARK.finditer(response))
+    if marks:
+        line, end = _line_after(response, marks[-1].end())
+        label = _LABEL.match(line)
+        said = line[label.end() :] if label else line
+        return said if said.strip() else _line_after(response, end)[0]
+    said_last = list(_SAID.finditer(response))
+    return said_last[-1][1] if said_last else response
+
+
+def _plain(text: str) -> str:
+    text = _STYLE.sub(lambda match: match[1] or " " if match[0].startswith("\\") else "", text)
+    return " ".join(text.split()).rstrip(".!").strip().casefold()
+
+
+def _line_after(text: str, position: int) -> tuple[str, int]:
+    """The first line from a position on that is not empty, and where it ends."""
+    found = re.compile(r"\s*([^\n]*)").match(text, position)
+    assert found is not None
+    return found[1].strip(), found.end()
+
+
+def _kind(line: str) -> str:
+    """What follows '####': an 'answer', a 'heading' without one, or 'prose', which may be either."""
+    if boxes(line):
+        return "answer"
+    if _STEP.match(line) or not _parse(line):
+        return "heading"
+    label = _LABEL.match(line)
+    rest = line[label.end() :] if label else line
+    return "prose" if _NUMBERED.match(line) or (re.match(r"[*_]*[^\W\d_]{2}", rest) and "=" not in rest) else "answer"
+
+
+def _of_line(line: str) -> str | None:
+    if boxes(line):
+        return last_boxes(line)
+    count = _COUNT.fullmatch(line)
+    return count[1] if count is not None else line
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=None)
