@@ -8,7 +8,7 @@ import dataclasses
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +297,7 @@ def parse(adjust: Callable[[PluginConfig], None] | None = None) -> tuple[argpars
         parser.usage = "%(prog)s <Megatron's flags> --vcpo-... --rollout-... --sync-... (--help explains each)"
         return add_vcpo_args(parser)
 
+    _refuse_undecodable(sys.argv[1:])
     args = parse_args(extra_args_provider=provider)
     config = plugin_config_from_args(args)
     if adjust is not None:
@@ -305,6 +306,18 @@ def parse(adjust: Callable[[PluginConfig], None] | None = None) -> tuple[argpars
         args.world_size = config.vcpo.dry_run_processes
     resolve(args, config)
     return args, config
+
+
+def _refuse_undecodable(words: Sequence[str]) -> None:
+    """Bytes that are not UTF-8 reach Python as lone surrogates, which tokenizers, engines and files refuse later."""
+    for number, word in enumerate(words, start=1):
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            flag = next((before for before in reversed(words[:number]) if before.startswith("--")), "the first one")
+            raise ConfigError(
+                f"Argument {number} of the command line ({flag.split('=')[0]}) is not UTF-8 text: {word!a}."
+            ) from error
 
 
 def finish(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> None:

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 _TEMPERATURES = (0.01, 100.0)
+_LARGEST_FLOAT = 1e30  # sums and products of it are computed in fp32
+_LARGEST_COUNT = 2**31 - 1  # positions and lengths are int32
+_LARGEST_LIST = 1 << 20  # of what is held one by one, in lists or processes: far beyond any run, within any memory
+_LARGEST_PHASE = 1 << 24  # trajectories that exist at one time, some kilobytes each
+_LARGEST_CACHE = 1 << 42  # bytes
+_LARGEST_BUCKET = 1 << 36  # bytes
 _WEEK = 604800.0  # seconds; what waits take beyond it differs from library to library
 
 
@@ -48,15 +54,18 @@ def _require(condition: bool, sentence: str) -> None:
         raise ConfigError(sentence)
 
 
-def _require_numbers(config: Any, prefix: str, minimum: dict[str, int]) -> None:
-    """Every float finite, and the named integers, where they are given, at least so large."""
+def _require_numbers(config: Any, prefix: str, minimum: dict[str, int], maximum: dict[str, int]) -> None:
+    """Every float finite in fp32, and integers, where they are given, at least and at most so large."""
     for field in dataclasses.fields(config):
         value, flag = getattr(config, field.name), f"--{prefix}-{field.name.replace('_', '-')}"
         if isinstance(value, float):
             _require(math.isfinite(value), f"{flag} must be a finite number, not {value}.")
-        if field.name in minimum and value is not None:
-            least = minimum[field.name]
-            _require(value >= least, f"{flag} must be at least {least}, not {value}.")
+            _require(abs(value) <= _LARGEST_FLOAT, f"{flag} must be at most {_LARGEST_FLOAT:g}, not {value:g}.")
+        if isinstance(value, int) and not isinstance(value, bool):
+            least, most = minimum.get(field.name), maximum.get(field.name, _LARGEST_COUNT)
+            _require(least is None or value >= least, f"{flag} must be at least {least}, not {value}.")
+            shown = str(value) if value < 10**30 else "a number of more than 30 digits"
+            _require(value <= most, f"{flag} must be at most {most}, not {shown}.")
 
 
 @dataclass(kw_only=True)
@@ -175,6 +184,7 @@ class VCPOConfig:
                 "overflow_retries": 0,
                 "dry_run_processes": 1,
             },
+            {"dry_run_processes": _LARGEST_LIST},
         )
         if self.ess_reference != "auto":
             try:
@@ -375,7 +385,23 @@ class RolloutConfig:
             *("reward_workers", "eval_num_prompts", "eval_samples"),
         )
         not_negative = ("max_lag", "eval_interval", "save_trajectories", "save_batch")
-        _require_numbers(self, "rollout", dict.fromkeys(at_least_one, 1) | dict.fromkeys(not_negative, 0))
+        lists = (
+            *("prompts_per_step", "responses_per_prompt", "steps_per_phase", "eval_num_prompts", "eval_samples"),
+            *("engine_tensor_parallel_size", "max_lag"),
+        )
+        maximum = dict.fromkeys(lists, _LARGEST_LIST) | {
+            "engine_kv_cache_bytes": _LARGEST_CACHE,
+            "engine_max_sequences": 1 << 16,
+            "reward_workers": 1024,
+            "seed": (1 << 32) - 1,
+        }
+        _require_numbers(self, "rollout", dict.fromkeys(at_least_one, 1) | dict.fromkeys(not_negative, 0), maximum)
+        evaluated = self.eval_num_prompts * self.eval_samples
+        _require(
+            evaluated <= _LARGEST_PHASE,
+            f"--rollout-eval-num-prompts x --rollout-eval-samples = {evaluated} responses of one evaluation, and at "
+            f"most {_LARGEST_PHASE} are held at one time; lower one of the two.",
+        )
         _require(
             self.engine_placement == "colocated" or self.engine_tensor_parallel_size == 1,
             "--rollout-engine-placement process needs --rollout-engine-tensor-parallel-size 1: each trainer process "
@@ -397,7 +423,6 @@ class RolloutConfig:
             all(self.stop or []),
             "--rollout-stop holds an empty string, which would end every response at once; drop it.",
         )
-        _require(self.reward_workers <= 1024, "--rollout-reward-workers must be at most 1024 processes.")
         _require(
             self.top_p == 1.0 and self.top_k == 0,
             "--rollout-top-p other than 1 and --rollout-top-k other than 0 are refused: the policy's log-probs would "
@@ -450,10 +475,10 @@ class SyncConfig:
 
     def validate(self) -> None:
         """Raise ConfigError on the first setting that cannot work."""
-        _require_numbers(self, "sync", {"interval": 1, "bucket_bytes": 1 << 16})
+        _require_numbers(self, "sync", {"interval": 1, "bucket_bytes": 1 << 16}, {"bucket_bytes": _LARGEST_BUCKET})
         _require(
-            re.fullmatch(r"off|first|every(-[1-9]\d*)?", self.verify) is not None,
-            f"--sync-verify must be off, first or every-N with a number N of at least 1, not {self.verify!r}.",
+            re.fullmatch(r"off|first|every(-[1-9]\d{0,8})?", self.verify) is not None,
+            f"--sync-verify must be off, first or every-N with a number N from 1 to 999999999, not {self.verify!r}.",
         )
         _require(1.0 <= self.timeout <= _WEEK, "--sync-timeout must lie between 1 and 604800 seconds (a week).")
         _require(
@@ -475,6 +500,13 @@ class PluginConfig:
         for group in (self.vcpo, self.rollout, self.sync):
             group.validate()
         responses, prompts = self.rollout.responses_per_prompt, self.rollout.prompts_per_step
+        phase = responses * prompts * self.rollout.phase_steps(self.sync.interval)
+        _require(
+            phase <= _LARGEST_PHASE,
+            f"--rollout-prompts-per-step x --rollout-responses-per-prompt x the steps of a rollout phase "
+            f"(--rollout-steps-per-phase, by default --rollout-max-lag + 1) = {phase} trajectories, and at most "
+            f"{_LARGEST_PHASE} are held at one time; lower one of the three.",
+        )
         _require(
             responses > 1 or self.vcpo.reward_normalization != "group-std",
             "--rollout-responses-per-prompt 1 leaves --vcpo-reward-normalization group-std no rewards to compare "

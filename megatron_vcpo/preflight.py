@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,17 @@ from megatron_vcpo.checkpoint.load_hf import check_hf_folder
 from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.dry_run import cache_tokens
-from megatron_vcpo.environments import Environment, EnvironmentSetupError, make_environment
+from megatron_vcpo.environments import Environment, EnvironmentSetupError, draw_prompt, make_environment
+from megatron_vcpo.environments.protocol import size_of
+from megatron_vcpo.environments.questions import strict_json
 from megatron_vcpo.megatron_flags import reason
 from megatron_vcpo.objective import load_loss
+from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.sampler import PromptSampler
-from patches import checkpoint_unpickling
+from patches import checkpoint_unpickling, megatron_cpu
 from patches.checkpoint_unpickling import UnreadableCheckpoint
+
+_SHOWN = 200  # characters of a flag's value in a sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +54,14 @@ def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
     _check_load(args, sizes=config.vcpo.verify_checkpoint == "on")
     environment, evaluation = _environments(config)
     tokenizer = _tokenizer(str(config.rollout.tokenizer))
+    ResponseDecoder(tokenizer)
     vocab_size = _vocab_size(args, config, len(tokenizer))
-    _check_first_prompt(environment, tokenizer, config)
+    try:
+        _check_first_prompt(environment, tokenizer, config)
+        if evaluation is not None and size_of(evaluation) != 0:
+            draw_prompt(evaluation, 0)
+    except EnvironmentSetupError as error:
+        raise ConfigError(str(error)) from error
     return Inputs(environment=environment, eval_environment=evaluation, tokenizer=tokenizer, vocab_size=vocab_size)
 
 
@@ -72,6 +84,8 @@ def check_model(args: argparse.Namespace, config: PluginConfig, vocab_size: int)
             f"--rollout-engine-kv-cache-bytes {config.rollout.engine_kv_cache_bytes} holds {cached} tokens, fewer than "
             f"the longest sequence, --rollout-max-prompt-length + --rollout-max-response-length = {longest}; raise it."
         )
+    if megatron_cpu.active() and not config.vcpo.dry_run:
+        _check_cache_fits(config.rollout.engine_kv_cache_bytes)
     facts, folder = ModelFacts.from_args(args, vocab_size), config.vcpo.load_hf
     if (quantized := config.rollout.engine_quantization) is not None:
         try:
@@ -111,15 +125,34 @@ def _check_load(args: argparse.Namespace, *, sizes: bool) -> None:
         raise ConfigError(f"--load: {error}") from error
 
 
+def _check_cache_fits(cache_bytes: int) -> None:
+    """On a CPU the caches of this machine's engines lie in its memory, which the kernel would promise all the same."""
+    engines = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if cache_bytes * engines > memory:
+        raise ConfigError(
+            f"--rollout-engine-kv-cache-bytes {cache_bytes} for each of {engines} engine rank(s) is more than the "
+            f"{memory} bytes of this machine's memory; lower it."
+        )
+
+
 def environment_arguments(config: PluginConfig) -> dict[str, Any]:
     """--rollout-environment-config as keyword arguments."""
     text = config.rollout.environment_config
+    shown = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + " ...")
     try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--rollout-environment-config is not JSON ({error}): {text!r}.") from error
+        parsed = strict_json(text)
+    except ValueError as error:
+        raise ConfigError(f"--rollout-environment-config is not JSON ({error}): {shown}.") from error
     if not isinstance(parsed, dict):
-        raise ConfigError(f"--rollout-environment-config must be a JSON object, not {text!r}.")
+        raise ConfigError(f"--rollout-environment-config must be a JSON object, not {shown}.")
+    try:
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise ConfigError(
+            f"--rollout-environment-config holds a number that is not finite, or text that is not Unicode ({error}): "
+            f"{shown}."
+        ) from error
     return parsed
 
 
@@ -184,9 +217,7 @@ def _vocab_size(args: argparse.Namespace, config: PluginConfig, tokens: int) -> 
 
 
 def _check_first_prompt(environment: Environment, tokenizer: Any, config: PluginConfig) -> None:
-    text = environment.prompt(0).text
-    if not isinstance(text, str) or not text:
-        raise ConfigError(f"--rollout-environment {config.rollout.environment}: prompt(0) has no text.")
+    text = draw_prompt(environment, 0).text
     ids = tokenizer.encode(text)
     unknown = tokenizer.unk_token_id
     if unknown is not None and ids and all(token == unknown for token in ids):

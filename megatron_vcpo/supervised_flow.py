@@ -1,10 +1,4 @@
-"""python -m megatron_vcpo.supervised <the flags of megatron_vcpo.train>: a supervised warm-up on an environment's
-answers.
-
-The same seams, packing and checkpoint as reinforcement learning, with the environment's own answers in place of
-rollouts:
-no engine is started. For models that do not yet know the format of an answer.
-"""
+"""SupervisedFlow: the environment's answers in place of rollouts, with the same seams, packing and checkpoint."""
 
 from __future__ import annotations
 
@@ -15,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_vcpo.config import ConfigError, PluginConfig
+from megatron_vcpo.environments.protocol import draw_prompt, require_unicode
 from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.mcore.policy_step import PolicyStep
 from megatron_vcpo.objective import LossInputs, LossOutputs
@@ -55,12 +50,13 @@ class SupervisedFlow(BaseFlow):
 
     def _example(self, index: int) -> Trajectory:
         tokenizer = self.inputs.tokenizer
-        prompt = self.inputs.environment.prompt(index)
+        prompt = draw_prompt(self.inputs.environment, index)
         if not isinstance(prompt.answer, str):
             raise ConfigError(
                 f"--rollout-environment {self.config.rollout.environment} gives no text as an answer, "
                 "so there is nothing to imitate; choose another environment for the supervised warm-up."
             )
+        require_unicode(prompt.answer, f"The answer of prompt({index}) of {self.config.rollout.environment}")
         answer = [*tokenizer.encode(prompt.answer, add_special_tokens=False), tokenizer.eos_token_id]
         answer = answer[: self.config.rollout.max_response_length]
         return Trajectory(
@@ -89,32 +85,3 @@ class SupervisedFlow(BaseFlow):
         super().load_state_dict(state)
         self._next = int(state["next"])
         self._retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
-
-
-def adjust(config: PluginConfig) -> None:
-    """What differs from reinforcement learning in the plugin's settings."""
-    config.vcpo.loss = "megatron_vcpo.supervised:supervised_loss"
-    config.vcpo.ess_scaling = "off"
-    config.vcpo.baseline = "none"
-    config.vcpo.energy = "logit"
-    config.vcpo.reward_normalization = "none"
-    config.vcpo.kl_coefficient = 0.0
-    config.rollout.eval_interval = 0
-    config.rollout.router_replay = "off"
-
-
-def main() -> None:
-    """Run Megatron's pretrain() on the environment's answers."""
-    from megatron_vcpo.train import run
-
-    run(flow=SupervisedFlow, adjust=adjust)
-
-
-if __name__ == "__main__":
-    main()
-elif __name__ == "__mp_main__":
-    import threading
-
-    from megatron_vcpo.train import end_with_owner
-
-    threading.Thread(target=end_with_owner, daemon=True).start()

@@ -7,19 +7,22 @@ on purpose: saving a checkpoint and the reward pool spawn processes that import 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_vcpo.config import PluginConfig
     from megatron_vcpo.flow import BaseFlow
-    from megatron_vcpo.plugin import FlowFactory
+    from megatron_vcpo.plugin import FlowFactory, MegatronPlugin
     from megatron_vcpo.preflight import Inputs
 
 
@@ -41,6 +44,40 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
         flow: makes the source of minibatches.
         adjust: changes the parsed settings before they are checked.
     """
+    with _ended_at_once_by_interrupts():
+        args, config, inputs = _prepare(adjust)
+    if config.vcpo.dry_run:
+        from megatron_vcpo.dry_run import report
+
+        if args.rank == 0:
+            print(report(args, config))
+        return
+    _pretrain(args, config, inputs, flow)
+
+
+@contextlib.contextmanager
+def _ended_at_once_by_interrupts() -> Iterator[None]:
+    """Ctrl-C ends the process with one sentence and code 130, as long as there is nothing to lose.
+
+    An exception could come up within any library's import, and some swallow what they do not know.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, b"megatron_vcpo: interrupted before the start; nothing was begun.\n")
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # a shell's background job, say
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _prepare(adjust: Callable[[PluginConfig], None] | None) -> tuple[argparse.Namespace, PluginConfig, Inputs]:
+    """The flags, checked, and what the checks opened; exits with code 2 after one sentence."""
     from patches import megatron_cpu
 
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -64,13 +101,7 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
         if os.environ["LOCAL_RANK"] == "0":  # once for each machine, which may lack a file of its own
             print(f"megatron_vcpo: {error}", file=sys.stderr)
         sys.exit(2)
-    if config.vcpo.dry_run:
-        from megatron_vcpo.dry_run import report
-
-        if args.rank == 0:
-            print(report(args, config))
-        return
-    _pretrain(args, config, inputs, flow)
+    return args, config, inputs
 
 
 def _be_one_process_without_torchrun() -> None:
@@ -91,19 +122,12 @@ def _be_one_process_without_torchrun() -> None:
 def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, flow: FlowFactory) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_vcpo.failures import failure_sentence
-    from megatron_vcpo.plugin import MegatronPlugin
-    from megatron_vcpo.watchdog import end_with_torchrun
-    from patches import megatron_cpu
 
-    end_with_torchrun(args.rank)
-    megatron_cpu.patch_training()
-    plugin = MegatronPlugin(args, config, inputs, flow)
-    plugin.install()
-    model_config = gpt_config_from_args(args)
-    plugin.configure_model(model_config)
+    with _ended_at_once_by_interrupts():
+        plugin, model_config = _plugin(args, config, inputs, flow)
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
@@ -136,6 +160,25 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
         sys.exit(1)
     finally:
         plugin.close()
+
+
+def _plugin(
+    args: argparse.Namespace, config: PluginConfig, inputs: Inputs, flow: FlowFactory
+) -> tuple[MegatronPlugin, Any]:
+    """The plugin in Megatron's seams, and the model's configuration."""
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    from megatron_vcpo.plugin import MegatronPlugin
+    from megatron_vcpo.watchdog import end_with_torchrun
+    from patches import megatron_cpu
+
+    end_with_torchrun(args.rank)
+    megatron_cpu.patch_training()
+    plugin = MegatronPlugin(args, config, inputs, flow)
+    plugin.install()
+    model_config = gpt_config_from_args(args)
+    plugin.configure_model(model_config)
+    return plugin, model_config
 
 
 def end_with_owner() -> None:

@@ -192,6 +192,22 @@ BAD_NUMBERS = [
     ("--sync-timeout", "1e300", "between 1 and 604800"),
     ("--vcpo-phase-deadline", "1e300", "between 1 and 604800"),
     ("--vcpo-phase-deadline", "1e-300", "between 1 and 604800"),
+    *[
+        (flag, "1000000000000", "at most")
+        for flag in (
+            *("--vcpo-tokens-per-micro-batch", "--vcpo-logit-chunk", "--vcpo-overflow-retries"),
+            *("--vcpo-ess-reference-steps", "--vcpo-dry-run-processes", "--rollout-prompts-per-step"),
+            *("--rollout-responses-per-prompt", "--rollout-steps-per-phase", "--rollout-max-lag"),
+            *("--rollout-max-response-length", "--rollout-max-prompt-length", "--rollout-engine-max-sequences"),
+            *("--rollout-engine-tensor-parallel-size", "--rollout-eval-num-prompts", "--rollout-eval-samples"),
+            *("--rollout-eval-interval", "--rollout-save-trajectories", "--rollout-save-batch", "--sync-interval"),
+            *("--rollout-seed", "--sync-bucket-bytes"),
+        )
+    ],
+    ("--rollout-engine-kv-cache-bytes", "1" + "0" * 40, "at most 4398046511104, not a number of more than 30 digits"),
+    ("--vcpo-kl-coefficient", "1e300", "at most 1e+30"),
+    ("--vcpo-entropy-coefficient", "-1e300", "at most 1e+30"),
+    ("--sync-verify", "every-1000000000000", "off, first or every-N"),
     ("--log-interval", "0", "at least 1"),
     ("--clip-grad", "nan", "must be a number"),
     ("--make-vocab-size-divisible-by", "0", "at least 1"),
@@ -255,6 +271,18 @@ CONTRADICTIONS = {
         ["--rollout-max-prompt-length", "2"],
         "longer than --rollout-max-prompt-length 2",
     ),
+    "more than one memory holds in a phase": (
+        ["--rollout-prompts-per-step", "100000", "--rollout-max-lag", "1000"],
+        "= 400400000 trajectories, and at most 16777216",
+    ),
+    "more than one memory holds in an evaluation": (
+        [
+            *("--rollout-eval-num-prompts", "100000", "--rollout-eval-samples", "1000"),
+            *("--rollout-eval-temperature", "1"),
+        ],
+        "= 100000000 responses of one evaluation",
+    ),
+    "bytes that are no text": (["--rollout-stop", "\udcff"], "(--rollout-stop) is not UTF-8 text: '\\udcff'"),
     "nowhere to save": (["--save", "", "--save-interval", "1"], "--save is given an empty path"),
     "nowhere to run": (["--rollout-run-dir", ""], "--rollout-run-dir is given an empty path"),
     "crossed bounds": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,11 @@ def test_the_held_out_file_is_checked_as_well(command_line: CommandLine, tmp_pat
         (["--rollout-environment", "reasoning_gym:chain_sums"], "chain_sum"),
         (["--rollout-environment-config", "{"], "is not JSON"),
         (["--rollout-environment-config", "[]"], "must be a JSON object"),
+        (["--rollout-environment-config", "[" * 100_000], "is not JSON (it is nested too deeply)"),
+        (["--rollout-environment-config", '{"n_digits": 3, "n_digits": 4}'], "'n_digits' stands twice"),
+        (["--rollout-environment-config", '{"stop": "\\ud800"}'], "text that is not Unicode"),
+        (["--rollout-environment-config", '{"n_digits": NaN}'], "a number that is not finite"),
+        (["--rollout-environment-config", '{"reasoning": "<think>"}'], "reasoning must be a list of pairs"),
         (["--rollout-environment-config", '{"n_digits": 0}'], "n_digits"),
         (["--rollout-environment-config", '{"digits": 3}'], "digits"),
     ],
@@ -105,6 +111,29 @@ def test_an_environment_that_cannot_be_made_is_refused(
     command_line: CommandLine, flags: list[str], fragment: str
 ) -> None:
     assert fragment in command_line.refusal(*flags)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_an_environment_whose_first_prompt_no_tokenizer_takes_is_refused(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    (tmp_path / "odd_task.py").write_text(
+        "from megatron_vcpo.environments import Prompt\n"
+        "class Odd:\n"
+        "    def __init__(self, *, split, seed): self.split = split\n"
+        f"    def prompt(self, index): return Prompt(text='1\\ud800' if self.split == '{split}' else '1')\n"
+        "    def reward(self, prompt, response): return 0.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_task", raising=False)
+    sentence = command_line.refusal("--rollout-environment", "odd_task:Odd", "--rollout-eval-interval", "1")
+    assert "prompt(0) of the environment Odd holds a lone surrogate" in sentence
+
+
+def test_an_evaluation_without_tasks_is_refused_before_the_start(command_line: CommandLine) -> None:
+    flags = ["--rollout-environment", "reasoning_gym:basic_arithmetic", "--rollout-environment-config"]
+    sentence = command_line.refusal(*flags, '{"size": 1000000000000}')
+    assert "size of reasoning_gym:basic_arithmetic must be a whole number from 1 to 10000000" in sentence
 
 
 # ---------------------------------------------------------------------- loss
@@ -219,7 +248,38 @@ def test_a_run_that_goes_on_from_a_megatron_checkpoint_needs_no_hugging_face_wei
     preflight.check_model(args, config, 120)
 
 
+def test_a_cache_beyond_this_machine_s_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    preflight._check_cache_fits(memory // 2)
+    with pytest.raises(ConfigError, match=r"for each of 2 engine rank\(s\) is more than the \d+ bytes"):
+        preflight._check_cache_fits(memory // 2 + 1)
+
+
 # ---------------------------------------------------------------------- the process
+
+
+def test_an_interrupt_while_flags_are_read_is_one_sentence_and_code_130() -> None:
+    # The first thing that reading the flags imports.
+    program = """
+import os, signal, sys, types
+def interrupt():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        print("swallowed, as some imports do")
+sys.modules["patches.megatron_cpu"] = types.SimpleNamespace(install=interrupt, patch_megatron=None)
+import patches
+patches.megatron_cpu = sys.modules["patches.megatron_cpu"]
+from megatron_vcpo.train import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=REPOSITORY, check=False
+    )
+    assert done.returncode == 130
+    assert done.stdout == ""
+    assert done.stderr == "megatron_vcpo: interrupted before the start; nothing was begun.\n"
 
 
 def test_bad_input_ends_the_process_with_code_2_and_one_sentence(command_line: CommandLine, tmp_path: Path) -> None:

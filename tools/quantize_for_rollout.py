@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.quantize import CONFIGURATIONS, QuantizeOptions, quantize, require_optimizer
-from megatron_vcpo.environments import EnvironmentSetupError, make_environment
+from megatron_vcpo.environments import EnvironmentSetupError, draw_prompt, make_environment
+from megatron_vcpo.environments.questions import strict_json
 
+_LARGEST = 1 << 20  # prompts, or tokens of one: far beyond any calibration, within any memory
 _DRAWS = 10  # prompts looked at for each that is needed, where some come again
 _EPILOG = """\
 The original model answers each prompt; the first --calibration of these sequences set the scales of activations, and on
@@ -51,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     for name in ("calibration", "measured", "response_tokens", "max_prompt_tokens"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1.")
+        if not 1 <= getattr(options, name) <= _LARGEST:
+            parser.error(f"--{name.replace('_', '-')} must lie between 1 and {_LARGEST}.")
     try:
         require_optimizer(options.format)
         result = quantize(
@@ -85,8 +86,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.environment == "jsonl" and options.prompts is None:
         raise EnvironmentSetupError("--environment jsonl needs --prompts FILE.")
     try:
-        config = json.loads(options.environment_config)
-    except json.JSONDecodeError as error:
+        config = strict_json(options.environment_config)
+    except ValueError as error:
         raise EnvironmentSetupError(f"--environment-config is not JSON ({error}).") from error
     if not isinstance(config, dict):
         raise EnvironmentSetupError(f"--environment-config must be a JSON object, not {options.environment_config!r}.")
@@ -97,7 +98,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     needed = options.calibration + options.measured
     found: dict[str, None] = {}
     for index in range(_DRAWS * needed):
-        found[environment.prompt(index).text] = None
+        found[draw_prompt(environment, index).text] = None
         if len(found) == needed:
             break
     return list(found)

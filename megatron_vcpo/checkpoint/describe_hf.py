@@ -37,7 +37,7 @@ def describe_hf(folder: str | Path) -> ModelDescription:
         raise CheckpointError(f"{path.parent} holds no config.json, so it is not a Hugging Face checkpoint.")
     try:
         model_type = json.loads(path.read_text())["model_type"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a model configuration: {error!r}.") from error
     known = [family.name for family in FAMILIES]
     if model_type not in known:

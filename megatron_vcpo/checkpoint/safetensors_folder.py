@@ -19,7 +19,8 @@ class SafetensorsFolder:
     """Names, shapes and slices of a checkpoint's tensors; nothing but headers is read until a slice is indexed.
 
     Raises:
-        CheckpointError: no such folder, no safetensors files, a truncated or missing file, a tensor in two files.
+        CheckpointError: no such folder, no safetensors files, a truncated or missing file, a tensor in two files,
+            another model beside the one in shards.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -75,13 +76,19 @@ class SafetensorsFolder:
                 raise TypeError("the place of a tensor is no file name")
             if not weight_map:
                 raise ValueError("it names no tensor")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}.") from error
         files: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
             listed = files.setdefault(self.folder / file, [])
             assert listed is not None
             listed.append(name)
+        stale = self.folder / _SINGLE
+        if stale.is_file() and stale not in files:
+            raise CheckpointError(
+                f"{self.folder} holds two models: {_SINGLE}, which transformers reads, and the shards that {_INDEX} "
+                "names; remove the one that is stale."
+            )
         return files
 
     def _open(self, path: Path) -> Any:

@@ -118,6 +118,19 @@ def test_types_are_converted_and_values_beyond_the_type_are_refused(checkpoint: 
         load_hf_checkpoint(gpt_models(config, tied=True), family_by_name("llama"), shape, checkpoint)
 
 
+def test_a_model_beside_the_one_in_shards_is_refused(checkpoint: Path) -> None:
+    hf = save_hf_model(checkpoint, "llama", tied=True)
+    stale = (checkpoint / "model.safetensors").read_bytes()
+    hf.save_pretrained(checkpoint / "sharded", max_shard_size="20KB")
+    (checkpoint / "sharded" / "model.safetensors").write_bytes(stale)
+    with pytest.raises(CheckpointError, match=r"two models: model\.safetensors.*remove the one that is stale"):
+        check_hf_folder(checkpoint / "sharded")
+    names = {"model.safetensors": sorted(load_file(checkpoint / "model.safetensors"))}
+    index = {"weight_map": {name: file for file, listed in names.items() for name in listed}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_hf_folder(checkpoint)
+
+
 def test_an_index_that_disagrees_with_its_files_is_refused(checkpoint: Path) -> None:
     hf = save_hf_model(checkpoint, "llama", tied=True)
     sharded = checkpoint / "sharded"
