@@ -59,7 +59,13 @@ def whole_answer(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> str | None:
-    """The last box of a text, with those before it that only 'and', 'or' or a comma parts from it; None: it never ends.
+    """What math-verify is to read of a text with a box: `boxed_answer` alone; None where that never ends."""
+    answer = boxed_answer(text)
+    return None if answer is None else boxed(answer)
+
+
+def boxed_answer(text: str) -> str | None:
+    """The last box, with those before it that only 'and', 'or' or a comma parts from it; None: it never ends.
 
     math-verify itself takes all boxes that are not within dollars together.
     """
@@ -70,7 +76,7 @@ def last_boxes(text: str) -> str | None:
     contents = dict.fromkeys(box.content for box in reversed(run))
     if not contents or None in contents:
         return None
-    return boxed(", ".join(str(content) for content in contents))
+    return ", ".join(str(content) for content in contents)
 
 
 def boxed(answer: str) -> str:

@@ -8,7 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from megatron_vcpo.environments import answers
+from megatron_vcpo.environments.math_answers import boxed_answer
 from megatron_vcpo.environments.protocol import EnvironmentSetupError, require_unicode
 
 _QUESTION_KEYS = ("question", "prompt", "problem")
@@ -70,8 +70,8 @@ def _row(line: bytes, where: str) -> tuple[str, str]:
     answer = _field(record, _ANSWER_KEYS, where)
     if _GSM8K in answer:
         answer = answer.rsplit(_GSM8K, 1)[1]
-    elif (boxed := answers.extract(answer, "boxed")) is not None:
-        answer = boxed
+    else:
+        answer = boxed_answer(answer) or answer
     if not answer.strip():
         raise EnvironmentSetupError(f"{where} has an empty answer.")
     return question, answer.strip()

@@ -32,12 +32,13 @@ def test_gsm8k_lines_and_other_key_names_are_read(write):
     path = write(
         {"question": "clips?", "answer": GSM8K},
         {"prompt": "half?", "solution": r"We see $\boxed{\frac{1}{2}}$."},
+        {"problem": "both?", "answer": r"$\boxed{1}$ is none: $\boxed{3}$ and $\boxed{4}$."},
         {"problem": "seven?", "answer": 7},
         {"question": "many?", "answer": "#### 1,200"},
     )
     task = build(path, prompt_template="Q: {question}\nA:")
-    assert len(task) == 4
-    assert [task.prompt(i).answer for i in range(4)] == ["72", r"\frac{1}{2}", "7", "1,200"]
+    assert len(task) == 5
+    assert [task.prompt(i).answer for i in range(5)] == ["72", r"\frac{1}{2}", "3, 4", "7", "1,200"]
     assert task.prompt(0).text == "Q: clips?\nA:"
 
 
