@@ -55,12 +55,11 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 def _require_numbers(config: Any, prefix: str, minimum: dict[str, int], maximum: dict[str, int]) -> None:
-    """Every float finite in fp32, and integers, where they are given, at least and at most so large."""
+    """Every float finite, and integers, where they are given, at least and at most so large."""
     for field in dataclasses.fields(config):
         value, flag = getattr(config, field.name), f"--{prefix}-{field.name.replace('_', '-')}"
         if isinstance(value, float):
             _require(math.isfinite(value), f"{flag} must be a finite number, not {value}.")
-            _require(abs(value) <= _LARGEST_FLOAT, f"{flag} must be at most {_LARGEST_FLOAT:g}, not {value:g}.")
         if isinstance(value, int) and not isinstance(value, bool):
             least, most = minimum.get(field.name), maximum.get(field.name, _LARGEST_COUNT)
             _require(least is None or value >= least, f"{flag} must be at least {least}, not {value}.")
@@ -231,6 +230,9 @@ class VCPOConfig:
             self.correction not in ("token-tis", "sequence-tis") or self.correction_upper != 0.0,
             f"--vcpo-correction-upper 0 makes every weight of {self.correction} zero; give a bound above 0.",
         )
+        for name in ("kl_coefficient", "entropy_coefficient", "correction_lower", "correction_upper"):
+            value, flag = getattr(self, name) or 0.0, f"--vcpo-{name.replace('_', '-')}"
+            _require(abs(value) <= _LARGEST_FLOAT, f"{flag} must be at most {_LARGEST_FLOAT:g} in size, not {value:g}.")
 
     def _validate_exact(self) -> None:
         _require(

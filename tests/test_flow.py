@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_vcpo.config import PluginConfig
+from megatron_vcpo.environments import EnvironmentSetupError, Prompt
 from megatron_vcpo.flow import BaseFlow, StepBatch
 from megatron_vcpo.rollout_flow import RolloutFlow
+from megatron_vcpo.supervised_flow import SupervisedFlow
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_models import EOS, character_tokenizer
 from tests.oracle.trajectories import trajectory
@@ -72,3 +74,15 @@ def test_samples_show_a_response_as_the_judge_sees_it(tmp_path):
     ids = np.array([*tokenizer.encode("2</answer>"), EOS], np.int32)
     flow._samples.append([trajectory(response_ids=ids)], version=0)
     assert json.loads((tmp_path / "samples.jsonl").read_text())["response"] == "2</answer>"
+
+
+@pytest.mark.parametrize("fields", [{"text": "1\ud800", "answer": "1"}, {"text": "1", "answer": "1\ud800"}])
+def test_a_warm_up_names_the_example_that_no_tokenizer_takes(fields):
+    flow = SimpleNamespace(
+        config=PluginConfig(),
+        inputs=SimpleNamespace(
+            tokenizer=character_tokenizer(), environment=SimpleNamespace(prompt=lambda index: Prompt(**fields))
+        ),
+    )
+    with pytest.raises(EnvironmentSetupError, match=r"prompt\(3\) of .* holds a lone surrogate"):
+        SupervisedFlow._example(flow, 3)

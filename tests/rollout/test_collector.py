@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_vcpo.config import RolloutConfig
-from megatron_vcpo.environments import Prompt
+from megatron_vcpo.environments import EnvironmentSetupError, Prompt
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, judge, response_seed
 from megatron_vcpo.rollout.engine import EngineError, GenerationResult
 from megatron_vcpo.rollout.evaluate import evaluate
@@ -221,3 +221,21 @@ def test_the_judge_is_told_what_the_chat_template_made_of_a_prompt():
         device=CPU,
     )
     assert [p.rendered for p, _ in evaluated.judged] == ["0:<think>", "1:<think>"]
+
+
+def test_a_held_out_prompt_that_no_tokenizer_takes_is_named():
+    class Odd(CountedCharacters):
+        def prompt(self, index):
+            return Prompt(text="1\ud800") if index == 1 else super().prompt(index)
+
+    with pytest.raises(EnvironmentSetupError, match=r"prompt\(1\) of the environment Odd holds a lone surrogate"):
+        evaluate(
+            engine=FakeEngine(),
+            environment=Odd(),
+            rewards=None,
+            tokenizer=TOKENIZER,
+            config=config(eval_num_prompts=2),
+            seed=1,
+            place=EnginePlace(),
+            device=CPU,
+        )
