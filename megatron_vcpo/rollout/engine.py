@@ -22,7 +22,8 @@ class Sampling:
 
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy
-    stop: tuple[str, ...] = ()  # kept in the response
+    stop: tuple[str, ...] = ()  # kept in the response; special tokens count by their text
+    stop_token_ids: tuple[int, ...] = ()  # kept in the response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class GenerationResult:
 
     response_ids: Int32Array  # [L]
     logprobs: Float32Array  # [L] of the distribution that was really sampled from
-    text: str
+    text: str  # with the text of special tokens
     truncated: bool
     routed_experts: RouteArray | None = None  # [P + L, layers with experts, k], where the engine was asked for them
 

@@ -130,7 +130,11 @@ class VLLMEngine:
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
                 stop=list(sampling.stop) or None,
+                stop_token_ids=list(sampling.stop_token_ids),
                 include_stop_str_in_output=True,
+                # Else vLLM drops special tokens before it looks for stop strings, and puts spaces between them.
+                skip_special_tokens=False,
+                spaces_between_special_tokens=False,
                 seed=request.seed,
             )
             for request in requests

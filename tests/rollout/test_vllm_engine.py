@@ -167,25 +167,57 @@ def test_a_seed_decides_its_response_whatever_the_batch_and_its_order(engine):
     assert any(a.response_ids.tolist() != b.response_ids.tolist() for a, b in zip(other, together, strict=True))
 
 
-def test_end_of_text_is_part_of_the_response_and_not_of_its_text(engine, checkpoints):
+def test_end_of_text_is_part_of_the_response_and_of_its_text(engine, checkpoints):
     prompts = [[20, 14, 21, 32]] * 300
     results = engine.generate(requests(prompts), Sampling(max_tokens=20), progress=False)
     ended = [result for result in results if not result.truncated]
     assert len(ended) > 5
     assert all(result.response_ids[-1] == tiny_models.EOS for result in ended)
     assert all(len(result.logprobs) == len(result.response_ids) for result in results)
-    assert all(len(result.text) == (result.response_ids > tiny_models.UNK).sum() for result in results)
+    assert all(result.text.endswith("<eos>") for result in ended)
     assert all(len(result.response_ids) == 20 for result in results if result.truncated)
-    assert any(len(result.response_ids) == 1 and not result.text for result in ended)  # an empty response
+    assert any(result.text == "<eos>" for result in ended)  # an empty response
 
 
 def test_stop_string_ends_a_response_and_stays_in_it(engine):
     free = engine.generate(requests(), Sampling(max_tokens=24), progress=False)[0]
     stop = free.text[5:7]
+    assert "<" not in stop
     result = engine.generate(requests(), Sampling(max_tokens=24, stop=(stop,)), progress=False)[0]
     assert result.text == free.text[: free.text.index(stop) + 2]
     assert not result.truncated
     assert len(result.logprobs) == len(result.response_ids) == len(result.text)
+
+
+@pytest.mark.parametrize("how", ["a special token's text", "its text among other text", "its number", "a number"])
+def test_a_response_ends_with_the_first_stop_token_and_keeps_its_logprobs(engine, how):
+    """`<unk>` is a special token: vLLM drops those before it looks for strings."""
+    tokenizer = tiny_models.character_tokenizer()
+    many = requests([PROMPTS[0]] * 48)
+    free = engine.generate(many, Sampling(max_tokens=100), progress=False)
+    ordinary = 40
+    stops = {
+        "a special token's text": ({"stop": ("<unk>",)}, [tiny_models.UNK]),
+        "its number": ({"stop_token_ids": (tiny_models.UNK,)}, [tiny_models.UNK]),
+        "a number": ({"stop_token_ids": (ordinary,)}, [ordinary]),
+    }
+    if how == "its text among other text":
+        response = next(r.response_ids for r in free if tiny_models.UNK in r.response_ids[1:-2])
+        place = response[1:].tolist().index(tiny_models.UNK) + 1
+        pattern = response[place - 1 : place + 2].tolist()
+        stops[how] = ({"stop": (tokenizer.decode(pattern),)}, pattern)
+    flags, pattern = stops[how]
+    results = engine.generate(many, Sampling(max_tokens=100, **flags), progress=False)
+    stopped = 0
+    for before, after in zip(free, results, strict=True):
+        ids, length = before.response_ids.tolist(), len(pattern)
+        ends = [i + length for i in range(len(ids)) if ids[i : i + length] == pattern]
+        expected = ids[: ends[0]] if ends else ids
+        assert after.response_ids.tolist() == expected
+        assert after.truncated == (before.truncated and not ends)
+        np.testing.assert_allclose(after.logprobs, before.logprobs[: len(expected)], atol=1e-5)
+        stopped += bool(ends)
+    assert stopped
 
 
 def test_greedy_takes_the_most_likely_token(engine, checkpoints):
