@@ -302,7 +302,11 @@ class RolloutConfig:
     """Top-k sampling. Only 0 (off) is accepted, for the same reason."""
 
     stop: list[str] | None = None
-    """Strings that end a response (kept in it). The end-of-text token always does."""
+    """Strings that end a response (kept in it); special tokens count by their text. The tokens that the model's
+    generation_config.json (or config.json) and the tokenizer name as the end always do."""
+
+    stop_token_ids: list[int] | None = None
+    """Further tokens that end a response (kept in it), by their numbers: for what no file of the model names."""
 
     max_lag: int = 0
     """Largest allowed age of a token, in optimizer steps between the policy that sampled it and the one that trains on

@@ -14,6 +14,7 @@ from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.idle_flags import idle_flags
 from megatron_vcpo.objective.corrections import CORRECTIONS
 from megatron_vcpo.rollout.routes import route_dtype
+from megatron_vcpo.rollout.stopping import describe_stops
 from megatron_vcpo.sync.verify import DEFAULT_TOLERANCE, QUANTIZED_TOLERANCE
 
 _GIB = 1 << 30
@@ -23,17 +24,18 @@ _RANK_COLUMNS = ("rank", "tp", "pp", "cp", "dp", "ep", "engine", "engine_tp")
 _WIDTH = 38
 
 
-def report(args: argparse.Namespace, config: PluginConfig) -> str:
+def report(args: argparse.Namespace, config: PluginConfig, tokenizer: Any | None = None) -> str:
     """The text that a dry run prints; every check has passed by the time it is called.
 
     Args:
         args: Megatron's arguments after its own checks.
         config: the plugin's, resolved.
+        tokenizer: to show stop tokens by their text.
     """
     parts = [
         "VCPO dry run: every flag was checked, nothing was started.",
         _model(args, config),
-        _flow(args, config),
+        _flow(args, config, tokenizer),
         _configuration(args, config),
         _rank_map(args, config),
         _memory(args, config),
@@ -72,7 +74,7 @@ def _heads(args: argparse.Namespace) -> tuple[str, str]:
     return "heads, key-value heads, head size", f"{args.num_attention_heads}, {_kv_heads(args)}, {args.kv_channels}"
 
 
-def _flow(args: argparse.Namespace, config: PluginConfig) -> str:
+def _flow(args: argparse.Namespace, config: PluginConfig, tokenizer: Any | None) -> str:
     rollout, interval = config.rollout, config.sync.interval
     prompts, responses = rollout.prompts_per_step, rollout.responses_per_prompt
     phase = rollout.phase_steps(interval)
@@ -84,6 +86,7 @@ def _flow(args: argparse.Namespace, config: PluginConfig) -> str:
         ("age of the oldest token, at most", f"{rollout.max_lag} steps; older trajectories are refused"),
         ("weights published", f"every {interval} step(s), before a rollout phase"),
         ("prompt + response, at most", f"{rollout.max_prompt_length} + {rollout.max_response_length} tokens"),
+        ("a response ends at", describe_stops(rollout, tokenizer)),
         ("tokens of a micro-batch, at most", f"{config.vcpo.tokens_per_micro_batch:,}"),
         ("learning rate", _learning_rate(args, config)),
         ("evaluation", every if rollout.eval_interval else "none"),
@@ -108,7 +111,7 @@ def _configuration(args: argparse.Namespace, config: PluginConfig) -> str:
         for field in dataclasses.fields(group):
             flag, value = f"--{prefix}-{field.name}".replace("_", "-"), getattr(group, field.name)
             value = implied.get(flag) if value is None or value == "auto" else value
-            text = "-" if value is None else " ".join(str(value).split())
+            text = "-" if value is None or value == [] else " ".join(str(value).split())
             lines.append(f"  {flag:<{_WIDTH}} {text}")
     return "\n".join(lines)
 

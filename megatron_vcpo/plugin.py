@@ -27,7 +27,14 @@ from megatron_vcpo.mcore.router_state import freeze_routers
 from megatron_vcpo.model import model_description, padded_vocab_size
 from megatron_vcpo.optim import EssParamScheduler, EssSettings
 from megatron_vcpo.preflight import Inputs
-from megatron_vcpo.resume import as_tensors, load_flow_state, load_reference, reference_path, save_reference
+from megatron_vcpo.resume import (
+    as_tensors,
+    load_flow_state,
+    load_reference,
+    reference_path,
+    save_model_files,
+    save_reference,
+)
 from megatron_vcpo.watchdog import Watchdog
 from patches import (
     checkpoint_unpickling,
@@ -216,6 +223,8 @@ class MegatronPlugin:
                 f"The scheduler is a {type(scheduler).__name__}, not an EssParamScheduler: install() came too late."
             )
         self._watch()
+        if self.args.save is not None:
+            save_model_files(self.args, get_model_config(model[0]), self.inputs.files)
         self.flow = self._flow_factory(self.args, self.config, self.inputs)
         if self._saved_state is not None:
             self.flow.load_state_dict(self._saved_state)

@@ -18,6 +18,13 @@ from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.guard import loaded_iteration
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
 from megatron_vcpo.checkpoint.load_hf import check_hf_folder
+from megatron_vcpo.checkpoint.model_files import (
+    CONFIG,
+    ModelFiles,
+    read_model_folder,
+    read_record,
+    read_tokenizer_folder,
+)
 from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.dry_run import cache_tokens
@@ -28,6 +35,7 @@ from megatron_vcpo.megatron_flags import reason
 from megatron_vcpo.objective import load_loss
 from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.sampler import PromptSampler
+from megatron_vcpo.rollout.stopping import stop_token_ids
 from patches import checkpoint_unpickling, megatron_cpu
 from patches.checkpoint_unpickling import UnreadableCheckpoint
 
@@ -42,10 +50,12 @@ class Inputs:
     eval_environment: Environment | None
     tokenizer: Any
     vocab_size: int  # rows of the embedding that are real tokens
+    files: ModelFiles  # what belongs to the model beside its weights, with the run's tokenizer
 
 
 def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
-    """Find the loss; open the environments, the tokenizer and the checkpoint's config.json.
+    """Find the loss; open the environments, the tokenizer and the checkpoint's files, and settle where responses end
+    (`config.rollout.stop_token_ids`).
 
     Raises:
         ConfigError: one sentence about the first thing that is wrong.
@@ -62,7 +72,13 @@ def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
             draw_prompt(evaluation, 0)
     except EnvironmentSetupError as error:
         raise ConfigError(str(error)) from error
-    return Inputs(environment=environment, eval_environment=evaluation, tokenizer=tokenizer, vocab_size=vocab_size)
+    return Inputs(
+        environment=environment,
+        eval_environment=evaluation,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        files=_files(args, config, tokenizer, vocab_size),
+    )
 
 
 def check_model(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> None:
@@ -214,6 +230,29 @@ def _vocab_size(args: argparse.Namespace, config: PluginConfig, tokens: int) -> 
             f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's {vocab_size} tokens."
         )
     return vocab_size
+
+
+def _files(args: argparse.Namespace, config: PluginConfig, tokenizer: Any, vocab_size: int) -> ModelFiles:
+    """What belongs to the model; the tokens that end a response are entered into the configuration."""
+    rollout, source, quantized = config.rollout, config.vcpo.load_hf, config.rollout.engine_quantization
+    folder = str(rollout.tokenizer)
+    try:
+        engine = None
+        if quantized is not None and (Path(quantized) / CONFIG).is_file():  # check_model refuses any other folder
+            engine = read_model_folder(quantized)
+        if source is not None:
+            files = read_model_folder(source)
+        else:
+            record = None if args.load is None else read_record(args.load)
+            files = record or engine or read_tokenizer_folder(folder, tokenizer)
+        models = [files] if engine is None else [files, engine]  # an engine also stops where its own folder says
+        rollout.stop_token_ids = stop_token_ids(rollout, models, tokenizer, vocab_size)
+        files = files.with_tokenizer(folder)
+        if source is None and quantized is None:  # the engine's folder is written, with these files
+            files.require_tokenizer(folder, "--rollout-tokenizer")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return files
 
 
 def _check_first_prompt(environment: Environment, tokenizer: Any, config: PluginConfig) -> None:

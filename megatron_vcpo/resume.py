@@ -1,4 +1,4 @@
-"""What is saved beside Megatron's checkpoint: the flow's state, and the weights of the KL reference."""
+"""What is saved beside Megatron's checkpoint: the flow's state, the weights of the KL reference, the model's files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_vcpo.agreement import raise_together
+from megatron_vcpo.checkpoint.description import ModelFacts
+from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.hf_config import write_model_dir
+from megatron_vcpo.checkpoint.model_files import RECORD, ModelFiles
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.mcore.reference import ReferencePolicy
 
@@ -83,6 +87,22 @@ def as_arrays(state: Any) -> Any:
     if isinstance(state, list):
         return [as_arrays(value) for value in state]
     return state
+
+
+def save_model_files(args: argparse.Namespace, transformer_config: Any, files: ModelFiles) -> None:
+    """Write what belongs to the model beside its weights into --save, for the converters and a later --load.
+
+    Raises:
+        CheckpointError, OSError: on every rank; the folder cannot be written.
+    """
+    failure: Exception | None = None
+    if args.rank == 0:
+        facts = ModelFacts.from_args(args, args.vocab_size)
+        try:
+            write_model_dir(Path(args.save) / RECORD, transformer_config, facts, files, dtype=args.params_dtype)
+        except (CheckpointError, OSError) as error:
+            failure = error
+    raise_together(failure)
 
 
 def reference_path(args: argparse.Namespace, checkpoints: str) -> Path:

@@ -14,7 +14,7 @@ import torch
 from megatron_vcpo import phases
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.checkpoint.description import ModelFacts
-from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
+from megatron_vcpo.checkpoint.hf_config import write_model_dir
 from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.flow import BaseFlow, StepBatch
@@ -35,6 +35,7 @@ from megatron_vcpo.rollout.quantized_engine import QuantizedEngine
 from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import PromptSampler
 from megatron_vcpo.rollout.saved_batch import Origin, batch_path, save_batch
+from megatron_vcpo.rollout.stopping import describe_stops
 from megatron_vcpo.rollout.trajectory import Trajectory
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.sync.errors import SyncError
@@ -76,6 +77,7 @@ class RolloutFlow(BaseFlow):
         """Build the engine, publish the first weights, and evaluate them where the run is new."""
         super().start(model=model, optimizer=optimizer)
         self._optimizer = optimizer
+        self.say(f"a response ends at {describe_stops(self.config.rollout, self.inputs.tokenizer)}")
         self._open_samples()
         splits = ["train", *(["eval"] if self.config.rollout.eval_interval else [])]
         for split in splits:
@@ -140,8 +142,8 @@ class RolloutFlow(BaseFlow):
             if self.args.rank == 0:
                 facts = ModelFacts.from_args(self.args, self.vocab_size)
                 try:
-                    write_engine_model_dir(
-                        target, unwrap(model[0]).config, facts, str(rollout.tokenizer), dtype=_DTYPES[self._dtype_name]
+                    write_model_dir(
+                        target, unwrap(model[0]).config, facts, self.inputs.files, dtype=_DTYPES[self._dtype_name]
                     )
                 except (ValueError, OSError) as error:
                     failure = error

@@ -50,7 +50,7 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
         from megatron_vcpo.dry_run import report
 
         if args.rank == 0:
-            print(report(args, config))
+            print(report(args, config, inputs.tokenizer))
         return
     _pretrain(args, config, inputs, flow)
 

@@ -32,7 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _EPILOG,
     )
     parser.add_argument("--step", type=int, metavar="N", help="iteration to take (default: the latest)")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="copy this folder's tokenizer beside the model")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="copy this folder's tokenizer beside the model (default: the one that stands beside SOURCE)",
+    )
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="true vocabulary, where the checkpoint knows only the padded one"
     )

@@ -52,7 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", type=Path, metavar="CHECKPOINT", help="checkpoint that trained on it")
     parser.add_argument("--policy-step", type=int, metavar="N", help="iteration of --policy")
     parser.add_argument("--engine", action="store_true", help="score with vLLM too, once for each type")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="for --engine with a Megatron checkpoint")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="for --engine with a Megatron checkpoint that has no tokenizer beside it",
+    )
     parser.add_argument("--trainer-dtype", choices=_DTYPES, help="default: the run's")
     parser.add_argument("--engine-dtype", choices=_DTYPES, help="default: the run's")
     parser.add_argument("--dtypes", nargs="+", choices=_DTYPES, default=_DTYPES, help="types to compare (default: all)")

@@ -43,7 +43,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Sampling": (
         *("rollout_prompts_per_step", "rollout_responses_per_prompt", "rollout_max_response_length"),
         *("rollout_max_prompt_length", "rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop"),
-        "rollout_seed",
+        *("rollout_stop_token_ids", "rollout_seed"),
     ),
     "Staleness": ("rollout_max_lag", "rollout_steps_per_phase", "sync_interval"),
     "Engine": (

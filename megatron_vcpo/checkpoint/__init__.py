@@ -11,6 +11,7 @@ safetensors_folder.py  lazy reading
 checksums.py           damage of a distributed checkpoint's files
 guard.py               that, where Megatron's training saves and loads
 load_hf.py             each rank loads its part
+model_files.py         what belongs to a model beside weights and architecture: its end tokens, its tokenizer
 
 The converters and the verifier, for one process (docs/checkpoints.md):
 
@@ -21,6 +22,7 @@ convert_source.py      both kinds of checkpoint under one interface
 convert_write.py       torch_dist, one parameter in memory at a time
 convert_folder.py      an output folder that is complete or not there, and can be resumed
 convert_to_megatron.py, convert_to_hf.py, convert_compare.py   the three tasks
+compare_files.py       the third one's, of what is beside the weights
 convert_flags.py       target sizes, and the flags for launch scripts
 convert_command.py     what the command lines in tools/ share
 convert_quiet.py       keeps other packages' remarks out of their output

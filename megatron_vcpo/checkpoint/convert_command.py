@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
+from megatron_vcpo.checkpoint.compare_files import file_differences
 from megatron_vcpo.checkpoint.convert_compare import compare, compare_logits, description_differences, narrower
 from megatron_vcpo.checkpoint.convert_flags import DTYPES, TargetLayout
 from megatron_vcpo.checkpoint.convert_model import single_process
@@ -105,6 +106,12 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
             )
         if arguments.verify:
             verify(source, HuggingFaceSource(result.checkpoint), result, arguments.verify, options, arguments.quiet)
+        if result.files is None:
+            print(
+                f"# {_unknown(source)}: {result.folder.target} names no end token and holds no tokenizer; --tokenizer "
+                "DIR takes both from the model's own folder",
+                file=sys.stderr,
+            )
         return _publish(result)
 
 
@@ -117,7 +124,11 @@ def verify(source: Source, made: Source, result: Result, how: str, options: Opti
         ledger = compare(source, made, bar.update)
     for line in ledger.lines():
         print(line, file=sys.stderr)
-    problem = None if ledger.same else "tensors differ"
+    files = [] if result.files is None or made.files is None else file_differences(result.files, made.files)
+    for line in files:
+        print(line, file=sys.stderr)
+    problem = "the files beside the weights differ" if files else None
+    problem = problem if ledger.same else "tensors differ"
     if any(made.dtype(spec) != stored_dtype(source, spec, options.dtype) for spec in source.specs):
         problem = "tensors are of another type"
     if how == "full" and problem is None:
@@ -139,6 +150,7 @@ def verify_two(arguments: argparse.Namespace) -> int:
         settings = description_differences(a.description, b.description)
         for line in settings:
             print(line)
+        settings += _compare_files(a, b)
         with _bar(_total(a, None), "comparing", arguments.quiet) as bar:
             ledger = compare(a, b, bar.update)
         for line in ledger.lines():
@@ -150,6 +162,22 @@ def verify_two(arguments: argparse.Namespace) -> int:
             same = same and gap.same
     print("the same model" if same else "not the same model")
     return 0 if same else 3
+
+
+def _compare_files(a: Source, b: Source) -> list[str]:
+    """Print what differs beside the weights, or whose files are unknown; return what differs."""
+    if a.files is not None and b.files is not None:
+        lines = file_differences(a.files, b.files)
+    else:
+        lines = []
+        print(f"not compared beside the weights: {_unknown(a if a.files is None else b)}")
+    for line in lines:
+        print(line)
+    return lines
+
+
+def _unknown(source: Source) -> str:
+    return f"nothing beside {source.path} says where a response of the model ends"
 
 
 def _publish(result: Result) -> int:

@@ -17,6 +17,7 @@ from megatron_vcpo.checkpoint.convert_read import TorchDistFolder, is_megatron
 from megatron_vcpo.checkpoint.description import ModelDescription, describe_hf
 from megatron_vcpo.checkpoint.errors import CheckpointError, some
 from megatron_vcpo.checkpoint.load_hf import check_names
+from megatron_vcpo.checkpoint.model_files import ModelFiles, fingerprint, read_model_folder, read_record
 from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.sync.naming import ParameterSpec, export_tensors, import_shard, join_experts
 
@@ -35,6 +36,8 @@ class Source(ABC):
     specs: list[ParameterSpec]
     groups: list[tuple[ParameterSpec, ...]]
     """Parameters that are made of the same Hugging Face tensors: one, or one for each expert."""
+    files: ModelFiles | None
+    """What belongs to the model beside its weights; None: nothing beside a Megatron checkpoint says."""
 
     def __init__(self) -> None:
         self.shape = self.description.shape(self.padded_vocab_size)
@@ -90,28 +93,29 @@ class HuggingFaceSource(Source):
         self.description = describe_hf(folder)
         self.padded_vocab_size = padded_vocab_size or self.description.vocab_size
         super().__init__()
-        self._files = SafetensorsFolder(folder)
+        self._tensors = SafetensorsFolder(folder)
+        self.files: ModelFiles = read_model_folder(folder)
         self._unreleased = 0
-        check_names(self._files, self.specs, self.shape)
+        check_names(self._tensors, self.specs, self.shape)
 
     def dtype(self, spec: ParameterSpec) -> torch.dtype:
-        types = [_TYPES[self._files.slice(name).get_dtype()] for name, _ in spec.hf]
+        types = [_TYPES[self._tensors.slice(name).get_dtype()] for name, _ in spec.hf]
         return types[0] if len(set(types)) == 1 else torch.float32
 
     def parameter(self, spec: ParameterSpec) -> torch.Tensor:
-        tensor = import_shard(spec, self.shape, self._files.slice, 0, 1).to(self.dtype(spec))
+        tensor = import_shard(spec, self.shape, self._tensors.slice, 0, 1).to(self.dtype(spec))
         self._unreleased += tensor.nbytes
         if self._unreleased > _RELEASE_BYTES:
-            self._files.release()
+            self._tensors.release()
             self._unreleased = 0
         return tensor
 
     def hf_tensors(self, group: Sequence[ParameterSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, _ in group[0].hf:
-            yield name, self._files.slice(name)[:]
+            yield name, self._tensors.slice(name)[:]
 
     def fingerprint(self) -> dict[str, Any]:
-        files = sorted([*self.path.glob("*.safetensors"), self.path / "config.json"])
+        files = sorted({*self.path.glob("*.safetensors"), *fingerprint(self.files)})
         return {"source": str(self.path.absolute()), "files": [_identity(file) for file in files]}
 
 
@@ -132,6 +136,7 @@ class MegatronSource(Source):
     def __init__(self, folder: str | Path, *, step: int | None = None, vocab_size: int | None = None) -> None:
         self._folder = TorchDistFolder(folder, step)
         self.path = self._folder.path
+        self.files = read_record(self.path, self.path.parent)
         state = self._folder.common()
         self.saved_args = state["args"]
         self.args = args_from_checkpoint(state["args"])
@@ -170,7 +175,7 @@ class MegatronSource(Source):
         return model
 
     def fingerprint(self) -> dict[str, Any]:
-        files = sorted([*self.path.glob("*.distcp"), self.path / ".metadata"])
+        files = sorted([*self.path.glob("*.distcp"), self.path / ".metadata", *fingerprint(self.files)])
         return {"source": str(self.path.absolute()), "files": [_identity(file) for file in files]}
 
     def _vocab_size(self, given: int | None) -> int:

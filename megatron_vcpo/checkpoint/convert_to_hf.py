@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from megatron_vcpo.checkpoint.convert_source import MegatronSource, convert
 from megatron_vcpo.checkpoint.convert_to_megatron import Options, Result, hf_bytes, stored_dtype
 from megatron_vcpo.checkpoint.convert_write import split
 from megatron_vcpo.checkpoint.description import ModelFacts
-from megatron_vcpo.checkpoint.hf_config import hf_config_from_megatron, tokenizer_files
+from megatron_vcpo.checkpoint.hf_config import hf_config_from_megatron
+from megatron_vcpo.checkpoint.model_files import CONFIG, ModelFiles, with_chosen_tokenizer, write_into
 from megatron_vcpo.sync.naming import ParameterSpec
 
 _INDEX = "model.safetensors.index.json"
@@ -49,14 +49,14 @@ def convert_to_hf(
         source: the checkpoint.
         target: folder to be made.
         options: type, file size, layout (only for the flags).
-        tokenizer: folder whose tokenizer is copied beside the model; None copies none.
+        tokenizer: folder whose tokenizer is copied beside the model; None copies the one that is beside the checkpoint.
         progress: told the bytes of each parameter that is written or found written.
 
     Raises:
         CheckpointError: a value that does not fit the type, no tokenizer, a full disk; the partial folder stays.
     """
     options.layout.check(source.description, source.padded_vocab_size)
-    copies = tokenizer_files(tokenizer) if tokenizer is not None else []
+    files = with_chosen_tokenizer(source.files, tokenizer)
     settings = {
         "to": "hf",
         **source.fingerprint(),
@@ -74,17 +74,14 @@ def convert_to_hf(
             _write(folder, name, group, source, progress)
         if len(plan) > 1:
             folder.write_text(_INDEX, _index(plan))
-        for file in copies:
-            with folder.file(file.name) as part:
-                shutil.copyfile(file, part.path)
         dtype = plan[next(iter(plan))][0].dtype
-        _write_config(folder, source, dtype)
+        _write_files(folder, source, files, dtype)
         flags = script({"MODEL_ARGS": model_flags(folder.path, dtype, options.layout)})
         folder.write_text(FLAGS_FILE, flags)
     except BaseException:
         folder.close()
         raise
-    return Result(folder=folder, checkpoint=folder.path, flags=flags)
+    return Result(folder=folder, checkpoint=folder.path, flags=flags, files=files)
 
 
 def _names(count: int) -> list[str]:
@@ -120,10 +117,13 @@ def _index(plan: dict[str, list[_Part]]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
-def _write_config(folder: PartialFolder, source: MegatronSource, dtype: torch.dtype) -> None:
-    """config.json: last, because nothing loads the folder without it."""
+def _write_files(folder: PartialFolder, source: MegatronSource, files: ModelFiles | None, dtype: torch.dtype) -> None:
+    """All but the weights; config.json last, because nothing loads the folder without it."""
     from megatron.training.argument_utils import core_transformer_config_from_args
 
     facts = ModelFacts.from_args(source.args, source.description.vocab_size)
     fields = hf_config_from_megatron(core_transformer_config_from_args(source.args), facts, dtype=dtype)
-    folder.write_text("config.json", json.dumps(fields, indent=2) + "\n")
+    if files is None:
+        folder.write_text(CONFIG, json.dumps(fields, indent=2) + "\n")
+    else:
+        write_into(folder, files.laid_out(fields))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_vcpo.checkpoint.convert_read import TRACKER
 from megatron_vcpo.checkpoint.convert_source import HuggingFaceSource, convert
 from megatron_vcpo.checkpoint.convert_write import StreamingSave, Unit
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
+from megatron_vcpo.checkpoint.model_files import CONFIG, RECORD, ModelFiles, write_into
 from megatron_vcpo.sync.naming import ParameterSpec
 
 # Megatron starts at iteration 0, without optimizer state, from a checkpoint of this name.
@@ -47,6 +49,7 @@ class Result:
     folder: PartialFolder
     checkpoint: Path  # the folder to load from
     flags: str  # bash arrays
+    files: ModelFiles | None  # what else belongs to the model, as it was written; None: nothing is known
 
 
 def convert_to_megatron(
@@ -83,11 +86,13 @@ def convert_to_megatron(
         folder.adopt(f"{RELEASE}/{checksums.MANIFEST}")
         flags_text = _launch_flags(source_dir, source, target, options)
         folder.write_text(FLAGS_FILE, flags_text)
+        config = json.loads((source.path / CONFIG).read_text())
+        write_into(folder, source.files.laid_out(config), under=RECORD)
         folder.write_text(TRACKER, RELEASE)  # last: without it nothing loads
     except BaseException:
         folder.close()
         raise
-    return Result(folder=folder, checkpoint=folder.path / RELEASE, flags=flags_text)
+    return Result(folder=folder, checkpoint=folder.path / RELEASE, flags=flags_text, files=source.files)
 
 
 def _settings(options: Options) -> dict[str, Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,20 +13,9 @@ import torch
 from megatron_vcpo.checkpoint.description import ModelDescription, ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.flags import FLAGS, NOT_COMPARED, megatron_flags
+from megatron_vcpo.checkpoint.model_files import ModelFiles, write_folder
 from megatron_vcpo.checkpoint.records import LLAMA3_ROPE, QUICK_GELU_ALPHA, YARN_ROPE
 from megatron_vcpo.sync.naming import Family
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def hf_config_from_megatron(config: Any, facts: ModelFacts, *, dtype: torch.dtype) -> dict[str, Any]:
@@ -49,7 +36,7 @@ def hf_config_from_megatron(config: Any, facts: ModelFacts, *, dtype: torch.dtyp
         "rms_norm_eps": model.norm_epsilon,
         "rope_parameters": _rope(model),
         "max_position_embeddings": model.max_position_embeddings,
-        # transformers' defaults name tokens that another tokenizer does not have
+        # ModelFiles says which; transformers' defaults name tokens that another tokenizer does not have
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -137,28 +124,12 @@ _OWN_FIELDS: dict[str, Callable[[ModelDescription], dict[str, Any]]] = {
 }
 
 
-def write_engine_model_dir(
-    path: str | Path, config: Any, facts: ModelFacts, tokenizer_dir: str | Path, *, dtype: torch.dtype
-) -> None:
-    """Write config.json and the tokenizer's files, so that an engine can start with dummy weights.
+def write_model_dir(path: str | Path, config: Any, facts: ModelFacts, files: ModelFiles, *, dtype: torch.dtype) -> None:
+    """Write a Hugging Face folder without weights: for an engine that starts with dummy ones, and beside checkpoints.
 
-    Call it on one rank. Raises CheckpointError where no family fits or `tokenizer_dir` holds no tokenizer.
+    Call it on one rank. Raises CheckpointError where no family fits.
     """
-    fields = hf_config_from_megatron(config, facts, dtype=dtype)
-    files = tokenizer_files(tokenizer_dir, flag="--rollout-tokenizer")
-    target = Path(path)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    for file in files:
-        shutil.copyfile(file, target / file.name)
-
-
-def tokenizer_files(folder: str | Path, *, flag: str = "--tokenizer") -> list[Path]:
-    """The files of a Hugging Face tokenizer; CheckpointError, which names the flag, where there is none."""
-    files = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
-    if not any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in files):
-        raise CheckpointError(f"{folder} holds no Hugging Face tokenizer; set {flag} to a folder that does.")
-    return files
+    write_folder(path, files.laid_out(hf_config_from_megatron(config, facts, dtype=dtype)))
 
 
 def check_config_matches(hf_dir: str | Path, config: Any, facts: ModelFacts) -> ModelDescription:

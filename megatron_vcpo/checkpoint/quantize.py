@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from megatron_vcpo.checkpoint.convert_folder import PartialFolder
 from megatron_vcpo.checkpoint.describe_hf import describe_hf
 from megatron_vcpo.checkpoint.errors import CheckpointError, some
-from megatron_vcpo.checkpoint.hf_config import tokenizer_files
 from megatron_vcpo.checkpoint.load_hf import check_hf_folder
+from megatron_vcpo.checkpoint.model_files import CONFIG, load_tokenizer, read_model_folder, write_into
 from megatron_vcpo.checkpoint.quantize_stream import is_quantized
 from megatron_vcpo.environments import Prompt
 from megatron_vcpo.objective import kl_estimate
@@ -122,14 +121,13 @@ def quantize(source: Path, target: Path, prompts: Sequence[str], options: Quanti
     if target.exists():
         raise CheckpointError(f"{target} exists already; name a new folder.")
     _check_source(source, options.format)
-    copies = tokenizer_files(source, flag="SOURCE")
+    files = read_model_folder(source)
+    files.require_tokenizer(source, "SOURCE")
     tokenizer = _tokenizer(source, chat=options.chat)
     folder = PartialFolder(target, _MAKER)
     try:
         result = _quantize_into(folder, source, tokenizer, prompts, options)
-        for file in copies:
-            with folder.file(file.name) as part:
-                shutil.copyfile(file, part.path)
+        write_into(folder, files.laid_out(json.loads((folder.path / CONFIG).read_text())))
         folder.write_text(REPORT_FILE, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
     except BaseException as error:
         folder.discard()
@@ -181,15 +179,7 @@ _Sequence = tuple[torch.Tensor, int]  # ids [n] and the length of the prompt
 
 def _tokenizer(source: Path, *, chat: bool) -> Any:
     """The source's tokenizer, which has a chat template where one is asked for."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except Exception as error:  # the tokenizers package raises plain Exception
-        words = " ".join(str(error).split()).rstrip(".")
-        raise CheckpointError(
-            f"The tokenizer of {source} cannot be loaded ({type(error).__name__}: {words})."
-        ) from error
+    tokenizer = load_tokenizer(source)
     if chat and not getattr(tokenizer, "chat_template", None):
         raise CheckpointError(f"--chat-template: the tokenizer of {source} has no chat template; drop the flag.")
     return tokenizer

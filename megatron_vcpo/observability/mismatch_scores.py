@@ -22,7 +22,8 @@ from megatron_vcpo.checkpoint.convert_read import is_megatron
 from megatron_vcpo.checkpoint.convert_source import HuggingFaceSource, MegatronSource, Source
 from megatron_vcpo.checkpoint.description import ModelFacts
 from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.checkpoint.hf_config import megatron_flags_for, write_engine_model_dir
+from megatron_vcpo.checkpoint.hf_config import megatron_flags_for, write_model_dir
+from megatron_vcpo.checkpoint.model_files import with_chosen_tokenizer
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.packing import MicroBatch, RowAlignment, build_micro_batch, plan_micro_batches
 from megatron_vcpo.mcore.route_books import recorded_routes
@@ -239,9 +240,12 @@ def _engine_folder(weights: Weights, dtype: str, scratch: Path, tokenizer: Path 
 
     if isinstance(weights.source, HuggingFaceSource):
         return weights.source.path
-    if tokenizer is None:
-        raise CheckpointError("--engine with a Megatron checkpoint needs --tokenizer, the folder of its tokenizer.")
+    files = with_chosen_tokenizer(weights.source.files, tokenizer)
+    if files is None or not files.has_tokenizer:
+        raise CheckpointError(
+            f"--engine needs --tokenizer, the folder of the model's tokenizer: none is beside {weights.source.path}."
+        )
     facts = ModelFacts.from_args(weights.args, weights.source.description.vocab_size)
     config = core_transformer_config_from_args(weights.args)
-    write_engine_model_dir(scratch, config, facts, str(tokenizer), dtype=DTYPES[dtype])
+    write_model_dir(scratch, config, facts, files, dtype=DTYPES[dtype])
     return scratch

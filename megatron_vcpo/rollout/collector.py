@@ -18,10 +18,11 @@ from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments.protocol import Prompt
 from megatron_vcpo.rollout.decode import ResponseDecoder
-from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
+from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, RolloutEngine
 from megatron_vcpo.rollout.exchange import exchange_trajectories
 from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome, RewardPool
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
+from megatron_vcpo.rollout.stopping import sampling
 from megatron_vcpo.rollout.trajectory import Trajectory
 
 _SHOWN_ERRORS = 3  # rejected rewards that a phase explains on each rank, or one of each kind where there are more kinds
@@ -117,12 +118,8 @@ class RolloutCollector:
             GenerationRequest(prompt_ids=drawn.ids, seed=response_seed(self.sampler.seed, drawn.group_id, index))
             for drawn, index in samples
         ]
-        sampling = Sampling(
-            max_tokens=self.config.max_response_length,
-            temperature=self.config.temperature,
-            stop=tuple(self.config.stop or ()),
-        )
-        results = self.engine.generate(requests, sampling, progress=self._progress)
+        drawn_with = sampling(self.config, self.config.temperature)
+        results = self.engine.generate(requests, drawn_with, progress=self._progress)
         generated = time.perf_counter()
         if self.rewards is None:
             return [], torch.zeros(len(KINDS), dtype=torch.int64), {"generate": generated - started, "reward": 0.0}

@@ -13,9 +13,10 @@ from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments.protocol import Environment, Prompt, draw_prompt, size_of
 from megatron_vcpo.rollout.collector import EnginePlace, judge, response_seed
-from megatron_vcpo.rollout.engine import GenerationRequest, RolloutEngine, Sampling
+from megatron_vcpo.rollout.engine import GenerationRequest, RolloutEngine
 from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import encode_prompt
+from megatron_vcpo.rollout.stopping import sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +83,7 @@ def _local(
 ) -> torch.Tensor:
     samples = [(i, p, ids, k) for i, p, ids in share for k in range(config.eval_samples)]
     requests = [GenerationRequest(prompt_ids=ids, seed=response_seed(seed, i, k)) for i, _, ids, k in samples]
-    sampling = Sampling(
-        max_tokens=config.max_response_length, temperature=config.eval_temperature, stop=tuple(config.stop or ())
-    )
-    results = engine.generate(requests, sampling, progress=False)
+    results = engine.generate(requests, sampling(config, config.eval_temperature), progress=False)
     if rewards is None:
         return torch.zeros(3, dtype=torch.float64)
     outcomes = judge(rewards, [p for _, p, _, _ in samples], results, tokenizer)

@@ -17,8 +17,9 @@ from megatron_vcpo.checkpoint.hf_config import (
     check_config_matches,
     hf_config_from_megatron,
     megatron_flags_for,
-    write_engine_model_dir,
+    write_model_dir,
 )
+from megatron_vcpo.checkpoint.model_files import read_model_folder
 from megatron_vcpo.checkpoint.rotary import check_rotary, rotary_frequencies, yarn_scales
 from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, gpt_models, save_hf_model, transformer_config
 
@@ -334,13 +335,16 @@ def test_the_padded_vocabulary_grows_with_tensor_parallelism(tmp_path: Path) -> 
 def test_the_engines_folder_holds_config_and_tokenizer_and_nothing_else(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (tokenizer / name).write_text("{}")
+    (tokenizer / "config.json").write_text('{"model_type": "llama", "eos_token_id": [3, 7], "bos_token_id": null}')
     target = tmp_path / "engine"
-    write_engine_model_dir(target, transformer_config("llama"), facts(), tokenizer, dtype=torch.float32)
+    files = read_model_folder(tokenizer)
+    write_model_dir(target, transformer_config("llama"), facts(), files, dtype=torch.float32)
     assert {p.name for p in target.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
-    with pytest.raises(CheckpointError, match="no Hugging Face tokenizer"):
-        write_engine_model_dir(target, transformer_config("llama"), facts(), tmp_path, dtype=torch.float32)
+    config = json.loads((target / "config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"], config["pad_token_id"]) == ([3, 7], None, None)
+    assert config["hidden_size"] == 32
 
 
 @pytest.mark.parametrize("factor", [None, 32.0])

@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from examples.char_tokenizer import write_char_tokenizer
+from megatron_vcpo.checkpoint.compare_files import file_differences
 from megatron_vcpo.checkpoint.convert_read import TorchDistFolder
 from megatron_vcpo.checkpoint.convert_source import MegatronSource
 from megatron_vcpo.checkpoint.convert_to_hf import convert_to_hf
 from megatron_vcpo.checkpoint.convert_to_megatron import Options, convert_to_megatron
+from megatron_vcpo.checkpoint.model_files import read_model_folder
 from tests.oracle.model_pairs import save_hf_model
 from tests.oracle.single_process import single_process_megatron
 
@@ -75,6 +77,7 @@ def test_a_converted_checkpoint_is_trained_and_comes_back(
     if name == "qwen3_moe":
         changes["mlp_only_layers"] = []
     save_hf_model(tmp_path / "hf", name, tied=tied, **changes)
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     write_char_tokenizer(tmp_path / "tokenizer")
     options = Options(shard_bytes=20_000)
     with single_process_megatron():
@@ -84,7 +87,10 @@ def test_a_converted_checkpoint_is_trained_and_comes_back(
         assert trained.path.name == "iter_0000001"
         assert trained.tensors["embedding.word_embeddings.weight"].size[0] == (256 if "256" in flags else 128)
         source = MegatronSource(tmp_path / "trained")
-        convert_to_hf(source, tmp_path / "back", options, tokenizer=tmp_path / "tokenizer").folder.commit()
+        convert_to_hf(source, tmp_path / "back", options).folder.commit()
+    hf, back = read_model_folder(tmp_path / "hf"), read_model_folder(tmp_path / "back")
+    assert file_differences(hf.with_tokenizer(tmp_path / "tokenizer"), back) == []
+    assert back.end_ids == [2, 7]
     before = load_file(tmp_path / "hf" / "model.safetensors")
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == before.keys()

@@ -75,10 +75,11 @@ def test_reward_sees_the_text_without_the_end_of_text():
 
 
 def test_sampling_is_the_configured_one():
-    source = collector(temperature=0.7, stop=["\n", "Q:"], max_response_length=9)
+    source = collector(temperature=0.7, stop=["\n", "Q:"], stop_token_ids=[7, 9], max_response_length=9)
     source.collect(1)
     assert source.engine.sampling.temperature == 0.7
     assert source.engine.sampling.stop == ("\n", "Q:")
+    assert source.engine.sampling.stop_token_ids == (7, 9)
     assert source.engine.sampling.max_tokens == 9
 
 
@@ -182,6 +183,12 @@ def test_evaluation_is_greedy_unless_told_otherwise_and_takes_no_prompt_twice():
     engine = FakeEngine()
     assert evaluation(engine, size=4).responses == 4
     assert engine.sampling.temperature == 0.0
+
+
+def test_evaluation_ends_responses_where_training_does():
+    engine = FakeEngine()
+    evaluation(engine, size=4, stop=["x"], stop_token_ids=[7, 9])
+    assert (engine.sampling.stop, engine.sampling.stop_token_ids) == (("x",), (7, 9))
 
 
 def test_evaluation_counts_what_it_leaves_out():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,15 +13,19 @@ import numpy as np
 import torch
 
 from megatron_vcpo.checkpoint.description import ModelFacts, describe_megatron
-from megatron_vcpo.checkpoint.hf_config import write_engine_model_dir
+from megatron_vcpo.checkpoint.hf_config import write_model_dir
+from megatron_vcpo.checkpoint.model_files import read_tokenizer_folder
 from megatron_vcpo.config import SyncConfig
+from megatron_vcpo.rollout.engine import GenerationRequest, Sampling
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from megatron_vcpo.sync.verify import logit_probe
 from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 from tests.oracle.single_process import single_process_megatron
-from tests.oracle.tiny_models import character_tokenizer
+from tests.oracle.tiny_models import EOS, character_tokenizer
+
+ENDS = [EOS, 40]
 
 _SOAKED = ("qwen2", "qwen3_moe")
 _TIED = ("llama", "qwen2")
@@ -56,6 +61,15 @@ def soak(publisher: WeightSynchronizer, probe: Callable[[], Any]) -> None:
     assert resident[-1] - resident[0] < 4e6
 
 
+def check_ends(engine: VLLMEngine) -> None:
+    """Both ends that the engine's folder names end a response, though no request names them."""
+    requests = [GenerationRequest(prompt_ids=[20, 14, 21], seed=seed) for seed in range(64)]
+    results = engine.generate(requests, Sampling(max_tokens=90), progress=False)
+    assert not [r for r in results if set(ENDS) & set(r.response_ids[:-1].tolist())]
+    ended = [int(r.response_ids[-1]) for r in results if not r.truncated]
+    assert set(ended) == set(ENDS), ended
+
+
 def main(name: str, folder: Path) -> None:
     config = transformer_config(name, **_SIZES.get(name, {"kv_channels": 32}))
     tied = name in _TIED
@@ -67,7 +81,9 @@ def main(name: str, folder: Path) -> None:
         position_embedding_type="yarn" if name == "gpt_oss" else "rope",
     )
     character_tokenizer().save_pretrained(folder / "tokenizer")
-    write_engine_model_dir(folder / "engine", config, facts, folder / "tokenizer", dtype=torch.float32)
+    (folder / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
+    files = read_tokenizer_folder(folder / "tokenizer")
+    write_model_dir(folder / "engine", config, facts, files, dtype=torch.float32)
     with single_process_megatron() as groups:
         (model,) = gpt_models(config, tied=tied)
         disturb(model)
@@ -98,6 +114,7 @@ def main(name: str, folder: Path) -> None:
             print(f"{name} version {version}: {result}, {report.copied} of {report.tensors} copied", flush=True)
             assert not [n for n in report.unreadable if ".mlp.experts." not in n or "bias" in n], report.unreadable
             disturb(model)
+        check_ends(engine)
         if name in _SOAKED:
             probe = (engine, score, sequences, [5] * 4)
             soak(publisher, lambda: logit_probe(*probe, dtype=torch.float32, tolerance=1e-5))

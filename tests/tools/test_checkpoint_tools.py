@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,8 @@ def change(folder: Path, name: str, edit: Any) -> None:
 
 def test_there_and_back_with_verification(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_hf_model(tmp_path / "hf", "qwen3", tied=True)
-    write_char_tokenizer(tmp_path / "tokenizer")
+    for name in ("hf", "tokenizer"):
+        write_char_tokenizer(tmp_path / name)
     made, back = str(tmp_path / "megatron"), str(tmp_path / "back")
     there = [str(tmp_path / "hf"), made, "--verify", "--target-tensor-parallel-size", "2"]
     assert convert_hf_to_megatron.main(there) == 0
@@ -94,6 +96,65 @@ def test_another_setting_is_another_model_though_all_tensors_are_equal(
     config.write_text(json.dumps(fields))
     assert verify_checkpoint.main([str(tmp_path / "a"), str(tmp_path / "b"), "--quiet", "--no-logits"]) == 3
     assert "norm_epsilon: 1e-05 in A, 0.001 in B" in capsys.readouterr().out
+
+
+def test_a_model_that_ends_its_responses_elsewhere_is_another_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, made, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    save_hf_model(hf, "llama", tied=True)
+    write_char_tokenizer(hf)
+    (hf / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert convert_hf_to_megatron.main([str(hf), str(made), "--verify", "--quiet"]) == 0
+    assert convert_megatron_to_hf.main([str(made), str(back), "--verify", "--quiet"]) == 0
+    for a, b in ((hf, made), (made, back), (hf, back)):
+        assert verify_checkpoint.main([str(a), str(b), "--quiet", "--no-logits"]) == 0
+    (back / "generation_config.json").unlink()
+    capsys.readouterr()
+    for a in (hf, made):
+        assert verify_checkpoint.main([str(a), str(back), "--quiet", "--no-logits"]) == 3
+        output = capsys.readouterr().out
+        assert "eos_token_id of generation_config.json: [2, 7] in A, 2 in B" in output
+        assert "20 tensors equal bit for bit" in output
+
+
+def test_a_checkpoint_that_says_nothing_of_its_tokens_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, made, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    save_hf_model(hf, "llama", tied=True)
+    assert convert_hf_to_megatron.main([str(hf), str(made), "--quiet"]) == 0
+    shutil.rmtree(made / "huggingface")
+    capsys.readouterr()
+    assert convert_megatron_to_hf.main([str(made), str(back), "--verify", "--quiet"]) == 0
+    assert "says where a response of the model ends" in capsys.readouterr().err
+    assert verify_checkpoint.main([str(hf), str(made), "--quiet", "--no-logits"]) == 0
+    assert f"not compared beside the weights: nothing beside {made / 'release'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("direction", ["there", "back"])
+def test_a_conversion_that_loses_the_models_files_is_not_published(
+    direction: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_vcpo.checkpoint import convert_to_hf, convert_to_megatron
+
+    hf, made = tmp_path / "hf", tmp_path / "megatron"
+    save_hf_model(hf, "llama", tied=True)
+    write_char_tokenizer(hf)
+    (hf / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    if direction == "back":
+        assert convert_hf_to_megatron.main([str(hf), str(made), "--quiet"]) == 0
+    right = convert_to_hf.write_into
+
+    def lose(folder: Any, entries: dict[str, Any], **options: str) -> None:
+        right(folder, {k: v for k, v in entries.items() if k != "generation_config.json"}, **options)
+
+    for module in (convert_to_hf, convert_to_megatron):
+        monkeypatch.setattr(module, "write_into", lose)
+    tool, source = (convert_hf_to_megatron, hf) if direction == "there" else (convert_megatron_to_hf, made)
+    assert tool.main([str(source), str(tmp_path / "out"), "--verify", "ledger", "--quiet"]) == 1
+    assert "is wrong (the files beside the weights differ)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_models_of_other_sizes_are_compared_by_what_they_share(
