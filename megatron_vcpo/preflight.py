@@ -51,6 +51,7 @@ class Inputs:
     tokenizer: Any
     vocab_size: int  # rows of the embedding that are real tokens
     files: ModelFiles  # what belongs to the model beside its weights, with the run's tokenizer
+    decode: ResponseDecoder  # what is judged of a response
 
 
 def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
@@ -64,7 +65,6 @@ def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
     _check_load(args, sizes=config.vcpo.verify_checkpoint == "on")
     environment, evaluation = _environments(config)
     tokenizer = _tokenizer(str(config.rollout.tokenizer))
-    ResponseDecoder(tokenizer)
     vocab_size = _vocab_size(args, config, len(tokenizer))
     try:
         _check_first_prompt(environment, tokenizer, config)
@@ -72,12 +72,14 @@ def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
             draw_prompt(evaluation, 0)
     except EnvironmentSetupError as error:
         raise ConfigError(str(error)) from error
+    files = _files(args, config, tokenizer, vocab_size)
     return Inputs(
         environment=environment,
         eval_environment=evaluation,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        files=_files(args, config, tokenizer, vocab_size),
+        files=files,
+        decode=ResponseDecoder(tokenizer, files.end_ids),
     )
 
 

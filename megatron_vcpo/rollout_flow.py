@@ -27,7 +27,6 @@ from megatron_vcpo.preflight import Inputs, environment_arguments
 from megatron_vcpo.replay_flow import mismatch_with_and_without, with_trainer_routes
 from megatron_vcpo.rollout.buffer import TrajectoryBuffer
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
-from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.engine import RolloutEngine
 from megatron_vcpo.rollout.engine_process import ProcessEngine
 from megatron_vcpo.rollout.evaluate import evaluate
@@ -88,6 +87,7 @@ class RolloutFlow(BaseFlow):
             engine=self._engine,
             sampler=self.sampler,
             rewards=self._rewards["train"],
+            decode=self.inputs.decode,
             config=self.config.rollout,
             place=self.place,
             device=self.device,
@@ -106,7 +106,7 @@ class RolloutFlow(BaseFlow):
                     self.run_dir,
                     next_group=self.sampler.drawn,
                     decode_prompt=self.inputs.tokenizer.decode,
-                    decode_response=ResponseDecoder(self.inputs.tokenizer),
+                    decode_response=self.inputs.decode,
                 )
             except OSError as error:
                 failure = MetricsFileError(
@@ -300,6 +300,7 @@ class RolloutFlow(BaseFlow):
                 environment=environment,
                 rewards=self._rewards["eval"],
                 tokenizer=self.inputs.tokenizer,
+                decode=self.inputs.decode,
                 config=self.config.rollout,
                 seed=_EVAL_SEED,
                 place=self.place,

@@ -66,6 +66,7 @@ class RolloutCollector:
         engine: RolloutEngine,
         sampler: PromptSampler,
         rewards: RewardPool | None,
+        decode: ResponseDecoder,
         config: RolloutConfig,
         place: EnginePlace,
         device: torch.device,
@@ -74,6 +75,7 @@ class RolloutCollector:
         self.engine = engine
         self.sampler = sampler
         self.rewards = rewards
+        self.decode = decode
         self.config = config
         self.place = place
         self.device = device
@@ -123,7 +125,7 @@ class RolloutCollector:
         generated = time.perf_counter()
         if self.rewards is None:
             return [], torch.zeros(len(KINDS), dtype=torch.int64), {"generate": generated - started, "reward": 0.0}
-        outcomes = judge(self.rewards, [drawn.prompt for drawn, _ in samples], results, self.sampler.tokenizer)
+        outcomes = judge(self.rewards, [drawn.prompt for drawn, _ in samples], results, self.decode)
         trajectories = [
             self._trajectory(drawn, index, result, outcome)
             for (drawn, index), result, outcome in zip(samples, results, outcomes)
@@ -182,10 +184,9 @@ class RolloutCollector:
 
 
 def judge(
-    pool: RewardPool, prompts: Sequence[Prompt], results: Sequence[GenerationResult], tokenizer: Any
+    pool: RewardPool, prompts: Sequence[Prompt], results: Sequence[GenerationResult], decode: ResponseDecoder
 ) -> list[RewardOutcome]:
-    """Rewards of responses, in order; the environment sees what `ResponseDecoder` gives."""
-    decode = ResponseDecoder(tokenizer)
+    """Rewards of responses, in order."""
     return pool.judge([(prompt, decode(result.response_ids.tolist())) for prompt, result in zip(prompts, results)])
 
 

@@ -13,6 +13,7 @@ from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments.protocol import Environment, Prompt, draw_prompt, size_of
 from megatron_vcpo.rollout.collector import EnginePlace, judge, response_seed
+from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.engine import GenerationRequest, RolloutEngine
 from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import encode_prompt
@@ -35,6 +36,7 @@ def evaluate(
     environment: Environment,
     rewards: RewardPool | None,
     tokenizer: Any,
+    decode: ResponseDecoder,
     config: RolloutConfig,
     seed: int,
     place: EnginePlace,
@@ -56,7 +58,7 @@ def evaluate(
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # reward, length, judged
     failure: Exception | None = None
     try:
-        totals += _local(engine, place.share(fitting), rewards, tokenizer, config, seed).to(device)
+        totals += _local(engine, place.share(fitting), rewards, decode, config, seed).to(device)
     except Exception as error:  # noqa: BLE001 - raised on all ranks together
         failure = error
     raise_together(failure)
@@ -77,7 +79,7 @@ def _local(
     engine: RolloutEngine,
     share: list[tuple[int, Prompt, list[int]]],
     rewards: RewardPool | None,
-    tokenizer: Any,
+    decode: ResponseDecoder,
     config: RolloutConfig,
     seed: int,
 ) -> torch.Tensor:
@@ -86,7 +88,7 @@ def _local(
     results = engine.generate(requests, sampling(config, config.eval_temperature), progress=False)
     if rewards is None:
         return torch.zeros(3, dtype=torch.float64)
-    outcomes = judge(rewards, [p for _, p, _, _ in samples], results, tokenizer)
+    outcomes = judge(rewards, [p for _, p, _, _ in samples], results, decode)
     kept = [(o.reward, len(r.response_ids)) for o, r in zip(outcomes, results) if o.reward is not None]
     columns = np.array(kept, dtype=np.float64).reshape(-1, 2).sum(0)
     return torch.tensor([columns[0], columns[1], float(len(kept))], dtype=torch.float64)

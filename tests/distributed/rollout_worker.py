@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.rollout import exchange
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
+from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.engine import EngineError
 from megatron_vcpo.rollout.evaluate import Evaluation, evaluate
 from megatron_vcpo.rollout.exchange import exchange_trajectories
@@ -117,6 +118,7 @@ def phase(engine: FakeEngine, place: EnginePlace) -> tuple[list[list[Trajectory]
         engine=engine,
         sampler=PromptSampler(environment, tokenizer, seed=1, max_length=20, chat=False),
         rewards=rewards if place.leader else None,
+        decode=ResponseDecoder(tokenizer),
         config=CONFIG,
         place=place,
         device=CPU,
@@ -127,6 +129,7 @@ def phase(engine: FakeEngine, place: EnginePlace) -> tuple[list[list[Trajectory]
         environment=environment,
         rewards=rewards if place.leader else None,
         tokenizer=tokenizer,
+        decode=ResponseDecoder(tokenizer),
         config=CONFIG,
         seed=1,
         place=place,

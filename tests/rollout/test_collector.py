@@ -9,6 +9,7 @@ import torch
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.environments import EnvironmentSetupError, Prompt
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, judge, response_seed
+from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.engine import EngineError, GenerationResult
 from megatron_vcpo.rollout.evaluate import evaluate
 from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome
@@ -32,6 +33,7 @@ def collector(*, engine=None, rejected=None, place=None, size=None, **changes) -
         engine=engine or FakeEngine(version=7),
         sampler=PromptSampler(environment, TOKENIZER, seed=5, max_length=20, chat=False),
         rewards=InlineRewards(environment, rejected),
+        decode=ResponseDecoder(TOKENIZER),
         config=config(**changes),
         place=place or EnginePlace(),
         device=CPU,
@@ -160,6 +162,7 @@ def evaluation(engine, *, size=None, rejected=None, long=frozenset(), **changes)
         environment=environment,
         rewards=InlineRewards(environment, rejected),
         tokenizer=TOKENIZER,
+        decode=ResponseDecoder(TOKENIZER),
         config=config(**{"eval_num_prompts": 6} | changes),
         seed=1,
         place=EnginePlace(),
@@ -205,7 +208,7 @@ def test_tags_that_are_special_tokens_reach_the_judge():
     ids = np.array([*tokenizer.encode("<answer>2</answer>"), EOS], np.int32)
     result = GenerationResult(response_ids=ids, logprobs=np.zeros(4, np.float32), text="", truncated=False)
     rewards = InlineRewards(CountedCharacters())
-    judge(rewards, [Prompt(text="1+1")], [result], tokenizer)
+    judge(rewards, [Prompt(text="1+1")], [result], ResponseDecoder(tokenizer))
     assert rewards.judged == [(Prompt(text="1+1"), "<answer>2</answer>")]
 
 
@@ -222,6 +225,7 @@ def test_the_judge_is_told_what_the_chat_template_made_of_a_prompt():
         environment=evaluated.environment,
         rewards=evaluated,
         tokenizer=tokenizer,
+        decode=ResponseDecoder(tokenizer),
         config=config(chat_template=True, eval_num_prompts=2),
         seed=1,
         place=EnginePlace(),
@@ -241,6 +245,7 @@ def test_a_held_out_prompt_that_no_tokenizer_takes_is_named():
             environment=Odd(),
             rewards=None,
             tokenizer=TOKENIZER,
+            decode=ResponseDecoder(TOKENIZER),
             config=config(eval_num_prompts=2),
             seed=1,
             place=EnginePlace(),

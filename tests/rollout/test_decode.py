@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
-from megatron_vcpo.config import ConfigError
-from megatron_vcpo.rollout.decode import ResponseDecoder, end_tokens
+from megatron_vcpo.rollout.decode import ResponseDecoder
 from tests.oracle.tiny_models import EOS, PAD, UNK, character_tokenizer
 
 
@@ -27,16 +22,11 @@ def test_special_tokens_are_seen_and_only_those_that_end_a_response_are_left_out
     assert decode([EOS]) == decode([]) == ""
 
 
-def test_end_tokens_of_the_generation_configuration_are_left_out_too(tmp_path):
-    with_tags().save_pretrained(tmp_path)
-    tokenizer = type(with_tags()).from_pretrained(tmp_path)
-    end = tokenizer.convert_tokens_to_ids("<|end|>")
-    assert end_tokens(tokenizer) == {EOS, PAD}
-    for ids in ([EOS, end], end):
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-        assert end_tokens(tokenizer) == {EOS, PAD, end}
-    assert ResponseDecoder(tokenizer)([*tokenizer.encode("2"), end]) == "2"
-    for content in ("{", "[]", '{"eos_token_id": "x"}', "[" * 100_000):
-        (tmp_path / "generation_config.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"generation_config\.json"):
-            end_tokens(tokenizer)
+def test_tokens_that_the_model_s_files_name_as_ends_are_left_out_at_the_end_alone():
+    tokenizer = with_tags()
+    end, tag = tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.convert_tokens_to_ids("</answer>")
+    decode = ResponseDecoder(tokenizer, [EOS, end])
+    two = tokenizer.encode("2")
+    assert decode([*two, end]) == decode([*two, end, EOS]) == "2"
+    assert decode([*two, end, *two]) == "2<|end|>2"
+    assert decode([*two, tag]) == "2</answer>"
