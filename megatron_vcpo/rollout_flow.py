@@ -41,7 +41,7 @@ from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.naming import unwrap
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from megatron_vcpo.sync.verify import QUANTIZED_TOLERANCE, compare_logprobs
-from patches import megatron_cpu, torch_cuda_alias
+from patches import megatron_cpu, torch_cuda_alias, vllm_cpu_int8_saturation
 
 _VERIFIED_TRAJECTORIES = 32  # compared with the trainer after a publication
 _EVAL_SEED = 0x5EED
@@ -168,6 +168,11 @@ class RolloutFlow(BaseFlow):
         if megatron_cpu.active():
             torch_cuda_alias.hide_cuda()
         if quantized is not None:
+            if vllm_cpu_int8_saturation.in_use():
+                self.say(
+                    "this processor adds INT8 products in 16 bits, which saturate: the engine keeps its INT8 weights "
+                    "in two halves, which is exact and takes twice the time (docs/quantization.md)"
+                )
             return QuantizedEngine(engine, QuantizationRecipe(quantized))
         return engine
 

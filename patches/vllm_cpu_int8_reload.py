@@ -30,7 +30,7 @@ def apply() -> None:
     from vllm.platforms import current_platform
 
     stock = ops.create_onednn_scaled_mm
-    if not current_platform.is_cpu() or hasattr(stock, "__wrapped__"):
+    if not current_platform.is_cpu() or getattr(stock, "owns_scales", False):
         return
 
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
@@ -54,6 +54,7 @@ def apply() -> None:
         self.linear_method = self._apply_weights_onednn
         self.process_weights_for_onednn(layer)
 
+    with_own_scales.owns_scales = True  # type: ignore[attr-defined]
     ops.create_onednn_scaled_mm = with_own_scales
     Kernel.process_weights_after_loading = always_by_onednn
     Kernel.process_weights_for_onednn = in_the_layers_type

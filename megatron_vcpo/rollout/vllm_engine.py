@@ -27,6 +27,7 @@ from megatron_vcpo.rollout.vllm_weights import WeightLoader
 from patches import (
     vllm_cpu_amx_permission,
     vllm_cpu_int8_reload,
+    vllm_cpu_int8_saturation,
     vllm_cpu_latent_rope,
     vllm_cpu_seeded_generators,
     vllm_shutdown_process_group,
@@ -265,6 +266,7 @@ def _build(settings: VLLMSettings) -> Any:
         )
     vllm_cpu_latent_rope.apply()
     vllm_cpu_int8_reload.apply()
+    vllm_cpu_int8_saturation.apply()
     if _on_cpu():
         vllm_cpu_amx_permission.apply()
         vllm_cpu_seeded_generators.apply()

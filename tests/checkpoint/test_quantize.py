@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quan
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Sampling
 from megatron_vcpo.rollout.quantized_engine import QuantizedEngine
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from patches import vllm_cpu_int8_saturation
 from tests.oracle import tiny_models
 from tools import quantize_for_rollout
 
@@ -167,6 +169,20 @@ def test_vllm_on_int8_takes_plain_weights_through_the_recipe_and_refuses_them_wi
         assert quantized.version is None
     finally:
         quantized.shutdown()
+
+
+@pytest.mark.engine
+def test_an_engine_that_multiplies_int8_wrongly_is_refused_before_any_weights_come(
+    folders: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import _custom_ops
+
+    for name in ("create_onednn_scaled_mm", "onednn_scaled_mm"):  # without the patch, which remembers its probes
+        monkeypatch.setattr(_custom_ops, name, inspect.unwrap(getattr(_custom_ops, name)))
+    monkeypatch.setattr(vllm_cpu_int8_saturation, "is_exact", lambda *_: False)
+    folder = str(folders["llama", "int8"])
+    with pytest.raises(EngineError, match=r"could not start .* run on a processor with VNNI instructions"):
+        VLLMEngine(VLLMSettings(model_dir=folder, dtype="float32", max_model_len=64, kv_cache_bytes=16 << 20))
 
 
 @pytest.mark.engine

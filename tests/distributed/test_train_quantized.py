@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
 from megatron_vcpo.observability.metrics import read_metrics
 from megatron_vcpo.rollout.saved_batch import batch_path, load_batch
+from patches.vllm_cpu_int8_saturation import is_exact
 from tests.oracle import tiny_models
 from tools import quantize_for_rollout
 
@@ -21,6 +24,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.distributed]
 
 ROOT = Path(__file__).parents[2]
 TASK = ("--environment-config", '{"n_digits": 3, "prompt_template": "{digits}:"}')
+
+
+def sums_saturate() -> bool:
+    """Whether this processor's INT8 kernel needs patches/vllm_cpu_int8_saturation.py."""
+    import vllm._custom_ops as ops
+
+    create, multiply = inspect.unwrap(ops.create_onednn_scaled_mm), inspect.unwrap(ops.onednn_scaled_mm)
+    return not is_exact(create, multiply, 64, 64, torch.float32)
 
 
 def test_a_run_on_int8_rollouts_learns_from_weights_that_are_quantized_at_every_sync(tmp_path: Path) -> None:
@@ -54,6 +65,7 @@ def test_a_run_on_int8_rollouts_learns_from_weights_that_are_quantized_at_every_
     command = [sys.executable, "-W", "ignore", "-m", "megatron_vcpo.train", *flags]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert ("in two halves" in " ".join(done.stderr.split())) == sums_saturate()
     metrics = read_metrics(tmp_path / "run")
     assert [record["iteration"] for record in metrics] == [1, 2, 3, 4]
     cost = json.loads((quantized / "quantization_report.json").read_text())["mismatch"]
