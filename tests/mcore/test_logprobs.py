@@ -17,7 +17,7 @@ def _reference(logits, targets, vocab, temperature):
     return logp, ((onehot - pi) ** 2).sum(1), -(pi * log_pi).sum(1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(1, 9),
     vocab=st.integers(2, 13),

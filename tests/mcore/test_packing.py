@@ -26,7 +26,7 @@ def make_trajectory(prompt, response, *, group=0, index=0, mask=None):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=0, max_size=60),
     dp_size=st.integers(1, 5),
@@ -126,7 +126,7 @@ def test_context_parallel_ranks_hold_the_front_and_the_end_of_every_sequence_by_
     cp_size=st.integers(1, 4),
     token_multiple=st.sampled_from([1, 2, 3, 4]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_rows_of_a_micro_batch_divide_over_context_and_sequence_parallel_ranks(lengths, cp_size, token_multiple):
     trajectories = [make_trajectory([1], [2] * (length - 1)) for length in lengths]
     indices = tuple(range(len(lengths)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vcpo.resume import as_arrays, as_tensors
@@ -84,7 +84,6 @@ def test_tokens_the_policy_did_not_sample_need_no_logprob():
     assert TrajectoryBuffer(max_lag=0).add([[masked]]) == []
 
 
-@settings(deadline=None)
 @given(MINIBATCHES)
 def test_saved_state_restores_every_minibatch_exactly(minibatches):
     buffer, restored = TrajectoryBuffer(max_lag=3), TrajectoryBuffer(max_lag=3)
@@ -99,7 +98,6 @@ def test_saved_state_restores_every_minibatch_exactly(minibatches):
             assert_same(first, second)
 
 
-@settings(deadline=None)
 @given(MINIBATCHES, st.integers(0, 30), st.integers(0, 5))
 def test_nothing_is_lost_uncounted_and_nothing_too_old_gets_through(minibatches, version, max_lag):
     buffer = TrajectoryBuffer(max_lag=max_lag)

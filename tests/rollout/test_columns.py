@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vcpo.rollout.columns import pack_trajectories, unpack_trajectories
 from tests.oracle.trajectories import assert_same, trajectories, trajectory
 
 
-@settings(deadline=None)
 @given(st.lists(trajectories(), max_size=6))
 def test_round_trip_is_exact_to_the_bit(originals):
     restored = unpack_trajectories(pack_trajectories(originals))
@@ -20,7 +19,6 @@ def test_round_trip_is_exact_to_the_bit(originals):
         assert_same(original, copy)
 
 
-@settings(deadline=None)
 @given(st.lists(trajectories(), max_size=6))
 def test_columns_are_plain_arrays_whose_number_does_not_grow(originals):
     columns = pack_trajectories(originals)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vcpo.config import ConfigError
@@ -41,7 +41,6 @@ def test_the_seed_alone_decides_the_order():
     assert order != [d.prompt_index for d in sampler(10, seed=4).draw(25)]
 
 
-@settings(deadline=None)
 @given(st.one_of(st.none(), st.integers(1, 7)), st.lists(st.integers(0, 9), max_size=6), st.integers(0, 5))
 def test_resumed_sampler_draws_what_the_first_would_have_drawn(size, counts, stop):
     long = frozenset({2}) if size is None or size > 3 else frozenset()
