@@ -242,8 +242,9 @@ class RolloutFlow(BaseFlow):
         for sentence in refused[:3]:
             self.say(f"refused {sentence}")
         if self._samples is not None:
+            assert self._engine.version is not None
             chosen = [t for m in phase.minibatches for t in m][: self.config.rollout.save_trajectories]
-            self._samples.append(chosen, version=self.version)
+            self._samples.append(chosen, version=self._engine.version)
         if self.config.rollout.save_batch and self.args.rank == 0:
             self._save_batch([t for m in phase.minibatches for t in m][: self.config.rollout.save_batch])
         if self._engine.version == self.version and self._probe_due:

@@ -1,13 +1,15 @@
-"""Faults in whole runs of the supervised warm-up, which needs no engine: overflow, a process that hangs, a resume of
-what is damaged."""
+"""Faults in whole runs, nearly all of the supervised warm-up, which needs no engine: overflow, a process that hangs,
+a resume of what is damaged."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,14 +27,17 @@ FLAGS = [
     *("--untie-embeddings-and-output-weights", "--lr", "4e-3", "--lr-decay-style", "constant", "--rollout-quiet"),
     *("--rollout-max-response-length", "8", "--rollout-prompts-per-step", "16", "--rollout-responses-per-prompt", "1"),
 ]
-FP16 = ["--fp16", "--initial-loss-scale", str(2**12), "--vcpo-overflow-retries", "20"]
+FP16 = ["--fp16", "--initial-loss-scale", str(2**96), "--vcpo-overflow-retries", "20"]
+OVERFLOWS = 3  # of loss scales 2**96, 2**64, 2**32 and 1
 
 
-def launch(folder: Path, *flags: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+def launch(
+    folder: Path, *flags: str, processes: int = 1, program: Sequence[str] = ("megatron_vcpo.supervised",)
+) -> subprocess.CompletedProcess[str]:
     if not (folder / "tokenizer").exists():
         write_char_tokenizer(folder / "tokenizer")
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    module = ["-m", "megatron_vcpo.supervised", *FLAGS, "--rollout-tokenizer", str(folder / "tokenizer")]
+    module = ["-m", *program, *FLAGS, "--rollout-tokenizer", str(folder / "tokenizer")]
     return subprocess.run(
         [sys.executable, "-W", "ignore", *start, *module, *flags],
         cwd=ROOT,
@@ -47,25 +52,24 @@ def launch(folder: Path, *flags: str, processes: int = 1) -> subprocess.Complete
 def train(folder: Path, name: str, iterations: int, *flags: str) -> list[dict[str, float]]:
     saving = ("--save", str(folder / name), "--save-interval", "2", "--train-iters", str(iterations))
     task = ("--rollout-environment", "sort_digits", "--rollout-environment-config", '{"n_digits": 3}')
-    done = launch(folder, *task, *FP16, *saving, *flags)
+    steep = ("tests.oracle.steep_loss_scale", "32", "megatron_vcpo.supervised")
+    done = launch(folder, *task, *FP16, *saving, *flags, program=steep)
     assert done.returncode == 0, done.stderr[-4000:]
     return read_metrics(folder / name)
 
 
 def test_overflowed_steps_are_tried_again_and_a_resume_between_two_tries_changes_nothing(tmp_path: Path) -> None:
     whole = train(tmp_path, "whole", 6)
-    skipped = [int(record["skipped"]) for record in whole]
-    overflows = sum(skipped)
-    assert 3 <= overflows <= 5, skipped  # the checkpoint of iteration 2 lies between a try and the next
-    assert skipped == [1] * overflows + [0] * (6 - overflows)
+    # The checkpoint of iteration 2 lies between a try and the next.
+    assert [record["skipped"] for record in whole] == [1.0] * OVERFLOWS + [0.0] * (6 - OVERFLOWS)
     # One minibatch all along, the same loss under the same weights, and no learning rate or version moved.
-    tries = whole[: overflows + 1]
+    tries = whole[: OVERFLOWS + 1]
     assert len({record["loss"] for record in tries}) == 1
-    assert [record["version"] for record in whole] == [0] * overflows + list(range(1, 7 - overflows))
-    assert [record["count/retried_steps"] for record in tries] == [*range(1, overflows + 1), overflows]
-    assert whole[-1]["count/skipped_steps"] == overflows
+    assert [record["version"] for record in whole] == [0] * OVERFLOWS + list(range(1, 7 - OVERFLOWS))
+    assert [record["count/retried_steps"] for record in tries] == [*range(1, OVERFLOWS + 1), OVERFLOWS]
+    assert whole[-1]["count/skipped_steps"] == OVERFLOWS
     assert len({record["lr"] for record in whole}) == 1
-    assert whole[overflows + 1]["loss"] != tries[0]["loss"]
+    assert whole[OVERFLOWS + 1]["loss"] != tries[0]["loss"]
     train(tmp_path, "halves", 2)
     halves = train(tmp_path, "halves", 6, "--load", str(tmp_path / "halves"))
     timeless = [
@@ -89,6 +93,37 @@ def test_a_step_is_made_again_without_a_trajectory_that_is_not_finite_under_the_
     assert [record.get("count/repeated_steps", 0.0) for record in records] == [0.0, 0.0, 1.0, 1.0]
     assert [record.get("count/nonfinite_trajectories", 0.0) for record in records] == [0.0, 0.0, 1.0, 1.0]
     assert all(record["grad_norm"] > 0.0 for record in records)
+
+
+@pytest.mark.engine
+def test_rollouts_of_an_overflowed_step_come_again_and_weights_are_published_every_second_step(tmp_path: Path) -> None:
+    done = launch(
+        tmp_path,
+        *("--rollout-environment", "sort_digits", "--rollout-environment-config", '{"n_digits": 3}'),
+        *("--fp16", "--initial-loss-scale", str(2**100), "--train-iters", "6"),
+        *("--rollout-prompts-per-step", "4", "--rollout-responses-per-prompt", "4"),
+        *("--sync-interval", "2", "--rollout-max-lag", "1", "--rollout-engine-kv-cache-bytes", str(1 << 26)),
+        # A response that knows nothing earns nothing; entropy has a gradient all the same.
+        *("--vcpo-entropy-coefficient", "0.01", "--vcpo-ess-reference", "auto", "--rollout-save-trajectories", "1000"),
+        *("--rollout-run-dir", str(tmp_path / "run")),
+        program=("tests.oracle.steep_loss_scale", "100", "megatron_vcpo.train"),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = read_metrics(tmp_path / "run")
+    assert [record["skipped"] for record in steps] == [1, 0, 0, 0, 0, 0]
+    assert [record["version"] for record in steps] == [0, 1, 2, 3, 4, 5]
+    assert [record["lag_max"] for record in steps] == [0, 0, 1, 0, 1, 0]
+    # The second step trains on what the first could not, and nothing was sampled or published for it.
+    assert ["time/generate" in record for record in steps] == [True, False, True, True, True, True]
+    assert ["time/sync" in record for record in steps] == [True, False, False, True, False, True]
+    assert steps[0]["loss"] == steps[1]["loss"]
+    assert steps[-1]["count/retried_steps"] == 1
+    # Of the steps before the last that were made, those two were fresh.
+    assert steps[-1]["rho_reference"] == pytest.approx((steps[1]["rho"] + steps[3]["rho"]) / 2, rel=1e-12)
+    assert len({record["rho"] for record in steps[1:5]}) == 4
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["version"] for sample in samples] == [version for version in (0, 0, 2, 2, 4) for _ in range(16)]
+    assert [sample["group"] for sample in samples] == [index // 4 for index in range(5 * 16)]
 
 
 def test_a_rank_that_hangs_ends_the_run_within_the_deadline_by_name_and_phase(tmp_path: Path) -> None:

@@ -256,13 +256,17 @@ def test_replayed_routes_are_followed_in_every_pass_and_their_books_balance(mega
 
 @pytest.mark.parametrize("method", ["two-pass", "deferred"])
 def test_an_overflow_of_the_measuring_pass_alone_skips_the_step_and_lowers_the_scale(method):
-    """Small advantages: the step's own backward stays finite at a loss scale at which the measuring one overflows."""
-    config = VCPOConfig(energy="exact", energy_method=method, tokens_per_micro_batch=400, reward_normalization="none")
-    policy = Policy(config=config, dtype=torch.float16, optimizer={"initial_loss_scale": 2.0**16, "hysteresis": 1})
-    trainer = build(policy, Layout())
+    """Tiny advantages: the step's own backward stays finite at a loss scale at which the measuring one overflows."""
+
+    def policy(**energy):
+        config = VCPOConfig(tokens_per_micro_batch=400, reward_normalization="none", **energy)
+        return Policy(config=config, dtype=torch.float16, optimizer={"initial_loss_scale": 2.0**40, "hysteresis": 1})
+
+    tiny = [dataclasses.replace(t, reward=t.reward * 2.0**-40) for t in trajectories(0)]
+    assert build(policy(), Layout()).train(tiny)["skipped"] == 0.0
+    trainer = build(policy(energy="exact", energy_method=method), Layout())
     before = {name: value.clone() for name, value in trainer.weights().items()}
-    small = [dataclasses.replace(t, reward=t.reward * 1e-3) for t in trajectories(0)]
-    metrics = trainer.train(small)
+    metrics = trainer.train(tiny)
     assert metrics["skipped"] == 1.0
     assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
-    assert float(trainer.optimizer.get_loss_scale()) == 2.0**15
+    assert float(trainer.optimizer.get_loss_scale()) == 2.0**39
