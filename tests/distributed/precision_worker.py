@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.logprobs import VocabShard, token_statistics
+from megatron_vcpo.mcore.reductions import RankDisagreement
 from megatron_vcpo.objective import LossInputs, LossOutputs
 from megatron_vcpo.optim import EssSettings
 from megatron_vcpo.rollout.trajectory import Trajectory
@@ -223,6 +224,23 @@ def check_thin_minibatches(precision: str, layout: Layout) -> None:
     assert faults.dtypes <= {torch.float32, torch.float64}
 
 
+def check_ranks_that_disagree() -> None:
+    """A learning rate that differs between ranks ends the run on all of them, before any parameter moves."""
+    trainer, _ = make("fp32", Layout())
+    agreed(trainer, trajectories(0))
+    before = state(trainer)
+    apply = trainer.scheduler.apply
+    trainer.scheduler.apply = lambda *args: apply(*args) * (1.0 - 2.0**-52 * dist.get_rank())
+    try:
+        trainer.train(trajectories(1))
+    except RankDisagreement as error:
+        assert "The learning-rate multiplier differs between ranks" in str(error)  # noqa: PT017 - not a pytest test
+    else:
+        raise AssertionError("ranks went on with two learning rates")
+    after = state(trainer)
+    assert all(same(before[name], after[name]) for name in before if not name.startswith("lr "))
+
+
 def check_vocab_parallel_statistics() -> None:
     """Half a vocabulary on each rank against autograd over the whole in fp64."""
     rank, vocab, rows, width = dist.get_rank(), 61, 9, 32
@@ -272,7 +290,10 @@ def checks() -> list[tuple[str, Callable[[], None]]]:
     for precision, layout in zip(PRECISIONS, LAYOUTS, strict=True):
         combinations += [(check_spoilt_weights, precision, layout), (check_thin_minibatches, precision, layout)]
     combinations += [(check_overflow_of_experts, "fp16 dynamic", layout) for layout in LAYOUTS if layout.ep > 1]
-    found: list[tuple[str, Callable[[], None]]] = [("check_vocab_parallel_statistics", check_vocab_parallel_statistics)]
+    found: list[tuple[str, Callable[[], None]]] = [
+        ("check_vocab_parallel_statistics", check_vocab_parallel_statistics),
+        ("check_ranks_that_disagree", check_ranks_that_disagree),
+    ]
     combinations.sort(key=lambda each: each[2].ep)  # changing the groups takes a second
     for checked, precision, layout in combinations:
         found.append((f"{checked.__name__}, {precision}, {layout}", partial(checked, precision, layout)))

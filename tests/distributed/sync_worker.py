@@ -64,6 +64,7 @@ CASES = (
     Case(folder="qwen3_moe", ep=2),
     Case(folder="qwen3_moe", tp=2),
     Case(folder="qwen3_moe", tp=2, ep=2, expert_tp=1),
+    Case(folder="qwen3_moe", expert_tp=2),  # experts are cut where nothing else is
     Case(folder="qwen3_moe", pp=2),
     Case(folder="mixtral", tp=2, ep=2, expert_tp=1),
     Case(folder="mixtral", tied=True, pp=2),

@@ -8,6 +8,7 @@ import torch
 
 import megatron_vcpo
 from megatron_vcpo.config import ConfigError, VCPOConfig
+from megatron_vcpo.optim import EssSettings
 from megatron_vcpo.rollout.trajectory import Trajectory
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import SEQUENCE, VOCAB, Size, build_tiny_gpt, optimizer_step
@@ -127,6 +128,17 @@ def test_the_learning_rate_of_the_step_is_the_scaled_one_and_the_base_comes_back
     assert metrics["lr"] == pytest.approx(0.25 * metrics["rho"] ** 0.5)
     assert 0.2 < metrics["rho"] < 0.999
     assert tiny.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_an_automatic_reference_is_taken_from_the_freshest_minibatches(groups):
+    tiny = build_tiny_gpt(groups)
+    tiny.scheduler.ess = EssSettings(reference=None)
+    vcpo = register(tiny, VCPOConfig())
+    rhos = [
+        run_step(tiny, vcpo, make_trajectories(seed), lag=lag)[0]["rho"] for seed, lag in enumerate((2.0, 1.0, 2.0))
+    ]
+    assert len(set(rhos)) == 3
+    assert tiny.scheduler.reference == rhos[1]
 
 
 def test_minibatch_scope_over_many_micro_batches_equals_one(groups):

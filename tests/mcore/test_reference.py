@@ -49,6 +49,23 @@ def test_a_saved_reference_of_another_model_is_refused_by_name():
         reference.load_state_dict(state)
 
 
+def test_a_resumed_run_gets_the_reference_that_was_saved_not_its_own_weights(tmp_path):
+    from megatron_vcpo.resume import load_reference, save_reference
+
+    chunk = torch.nn.Sequential(Router())
+    save_reference(ReferencePolicy([chunk]), tmp_path / "rank.safetensors")
+    router = chunk[0]
+    with torch.no_grad():
+        router.weight.add_(1.0)
+        router.expert_bias.add_(2.0)
+    resumed = ReferencePolicy([chunk])
+    load_reference(resumed, tmp_path / "rank.safetensors")
+    with resumed.in_place_of([chunk]):
+        assert router.weight.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert router.expert_bias.tolist() == [0.5, -0.5]
+    assert router.weight.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_a_damaged_or_foreign_reference_ends_a_resume_with_one_sentence(tmp_path):
     from megatron_vcpo.config import ConfigError
     from megatron_vcpo.resume import load_reference, save_reference

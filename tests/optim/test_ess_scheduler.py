@@ -76,13 +76,19 @@ def test_bad_rho_is_the_floor_step(rho):
     assert scheduler.apply(rho) == pytest.approx(0.05)
 
 
-def test_restore_after_a_skipped_step_leaves_no_trace():
-    scheduler = make(ess=EssSettings(reference=None))
+@pytest.mark.parametrize("reference", [1.0, None])
+def test_restore_after_a_skipped_step_leaves_no_trace(reference):
+    scheduler = make(ess=EssSettings(reference=reference))
+    scheduler.apply(0.9)  # an automatic reference scales nothing before it has seen a step
     scheduler.step(16)
     base, state = rates(scheduler), scheduler.state_dict()
-    scheduler.apply(0.3)
+    assert scheduler.apply(0.3) < 0.6
+    assert rates(scheduler) != base
     scheduler.restore()
+    assert scheduler.multiplier == 1.0
     assert rates(scheduler) == base
+    assert scheduler.state_dict() == state
+    scheduler.step(0)  # nothing is left of it to be observed
     assert scheduler.state_dict() == state
 
 
