@@ -215,7 +215,7 @@ def _class_defaults(model_type: Any) -> dict[str, TokenIds]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); copy the model's folder again.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no JSON object; copy the model's folder again.")
