@@ -15,7 +15,6 @@ INSTALL_REQUIRES = [
     "tensorboard",
     "matplotlib",
     "tqdm",
-    "pebble>=5.2",
     "math-verify>=0.9",
     "reasoning-gym>=0.1.25",
 ]

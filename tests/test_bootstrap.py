@@ -393,6 +393,6 @@ def test_setup_py_names_version_packages_and_extras(tmp_path: Path) -> None:
         section: {Requirement(line).name for line in requirements[section]} for section in requirements.sections()
     }
     assert set(extras) == {"core", "cpu", "gpu", "modelopt", "wandb", "test"}
-    assert {"megatron-core", "torch", "psutil", "pebble"} <= extras["core"]
+    assert {"megatron-core", "torch", "psutil", "math-verify"} <= extras["core"]
     assert extras["gpu"] == {"vllm", "transformer-engine"}
     assert not any("apex" in names for names in extras.values())

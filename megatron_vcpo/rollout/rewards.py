@@ -1,51 +1,55 @@
 """Rewards in worker processes, each with a deadline: code that judges model output may hang, crash or lie.
 
 Whatever one reward does, it costs its own trajectory: an exception is caught in the worker, a reward past its deadline
-is killed with its process, a process that dies is replaced.
+is ended with its process and all that it started, a process that dies is replaced. Nothing is awaited without an end:
+a batch of rewards takes, at most, what its rewards' deadlines add up to on the workers, and one start of them.
+
+The pool is the trainer's side. Each worker has a keeper (reward_keeper.py), which ends it; the worker
+(reward_worker.py) holds the environment.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import multiprocessing
-import numbers
-import os
-import threading
+import itertools
+import math
+import pickle
+import selectors
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_vcpo.environments import Environment, EnvironmentSetupError, Prompt, Split, make_environment
+from megatron_vcpo.environments import EnvironmentSetupError, Prompt, Split
+from megatron_vcpo.rollout.reward_outcome import KINDS, LARGEST_REWARD, RewardOutcome, checked, rejected
+from megatron_vcpo.rollout.reward_process import RewardProcess, StrayMessage
 
-KINDS = ("raised", "timeout", "died", "invalid")
-"""What can go wrong with a reward: an exception, its deadline, the end of its process, a result that is no number."""
+__all__ = ["KINDS", "LARGEST_REWARD", "RewardOutcome", "RewardPool", "checked"]
 
-LARGEST_REWARD = 3.4e38
-"""Rewards are trained on in fp32: a larger one would be infinite there."""
-
-_START_TIMEOUT = 300.0  # seconds for all workers to start and build their environments
-_STALLED = 60.0  # seconds past a reward's deadline after which the pool must be broken
-_CLOSING = 10.0  # seconds to wait for the pool's threads
-_ROUNDS = 3  # pools that may break over one batch of rewards
+_START_TIMEOUT = 300.0  # seconds for a worker to start and build its environment
+_STARTS = 5  # starts in a row that may fail once a worker has come up
+_AGAIN = 1.0  # seconds until another attempt where no process can be started
+_OFFERS = 3  # processes that may end, or stall, before they have begun with a reward that they were given
+_CLOSING = 10.0  # seconds to wait for processes to end; longer than a keeper tries
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardOutcome:
-    """What became of one reward: a finite number, or None and the reason in one sentence."""
+@dataclass(slots=True)
+class _Batch:
+    """What one call of `judge` has to do."""
 
-    reward: float | None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    error: str | None = None
-    kind: str | None = None  # of the error, one of KINDS
+    items: Sequence[tuple[Prompt, str]]
+    limit: float  # time.monotonic() at which the rest is rejected
+    waiting: deque[int]  # indices that no process has
+    outcomes: dict[int, RewardOutcome] = field(default_factory=dict)
+    offers: dict[int, int] = field(default_factory=dict)  # how often one came back that nobody had begun with
 
 
 class RewardPool:
     """Worker processes that hold an environment each. Use it as a context manager, or call `close()`.
 
-    The processes are spawned: the script that owns the pool must guard its main part by
-    `if __name__ == "__main__":`, and what it imports above that is imported by every worker too. A worker ends with the
-    process that owns it, however that ends.
+    The processes are programs of their own and import the environment by its name: it must not be defined in the
+    script that is run. A worker and whatever its rewards start end with the process that owns the pool, however that
+    ends.
     """
 
     def __init__(
@@ -58,110 +62,189 @@ class RewardPool:
         prompts_file: str | None = None,
         workers: int,
         timeout: float,
+        start_timeout: float = _START_TIMEOUT,
     ) -> None:
         """Start the workers, without waiting for them.
 
         Args:
             environment, split, seed, config, prompts_file: as for `make_environment`.
             workers: processes.
-            timeout: deadline of one reward, from when it begins to run. Seconds.
+            timeout: deadline of one reward, from when a worker begins with it. Seconds.
+            start_timeout: deadline of the environment's constructor in a worker. Seconds.
 
         The first `judge` raises EnvironmentSetupError if a worker could not build the environment.
         """
         self._timeout = timeout
+        self._start_timeout = start_timeout
         self._workers = workers
-        self._environment = (environment, split, seed, dict(config), prompts_file)
-        self._pool: Any = None
-        self._greetings: list[Any] = []
-        self._open()
+        self._setup = pickle.dumps((environment, split, seed, dict(config), prompts_file))
+        self._selector = selectors.DefaultSelector()
+        self._processes: list[RewardProcess] = []
+        self._ending: list[RewardProcess] = []
+        self._numbers = itertools.count()
+        self._proven = False  # a worker has come up once
+        self._failed_starts = 0  # since one came up
+        self._fill()
 
-    def _open(self) -> None:
-        from pebble import ProcessPool
-
-        self._pool = ProcessPool(
-            max_workers=self._workers,
-            initializer=_start_worker,
-            initargs=self._environment,
-            context=multiprocessing.get_context("spawn"),
-        )
-        self._greetings = [self._pool.schedule(_greet) for _ in range(self._workers)]
-
-    def judge(self, items: Sequence[tuple[Prompt, str]], *, progress: bool = False) -> list[RewardOutcome]:
+    def judge(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardOutcome]:
         """The rewards of (prompt, response) pairs, in their order.
 
-        Workers that die outside a reward (out of memory, a stray signal) can take the pool with them: it is made anew,
-        and what it had not judged is judged again, a few times at most.
+        It returns within `start_timeout` + ceil(items / workers) * `timeout` seconds: what is not judged then, because
+        workers had to be started again and again, is rejected. A worker that ends between rewards costs nothing.
+
+        Raises:
+            EnvironmentSetupError: workers do not come up.
         """
-        from tqdm import tqdm
-
-        outcomes: dict[int, RewardOutcome] = {}
-        with tqdm(total=len(items), desc="Rewards", unit="response", leave=False, disable=not progress) as bar:
-            for _ in range(_ROUNDS):
-                waiting = [i for i in range(len(items)) if i not in outcomes]
-                if not waiting:
-                    break
-                if not self._pool.active:
-                    self.close()
-                    self._open()
-                self._await_start()
-                outcomes |= self._round({i: items[i] for i in waiting}, bar)
-        died = RewardOutcome(reward=None, kind="died", error=f"the reward processes died {_ROUNDS} times")
-        return [outcomes.get(i, died) for i in range(len(items))]
-
-    def _round(self, items: Mapping[int, tuple[Prompt, str]], bar: Any) -> dict[int, RewardOutcome]:
-        """What the pool, as it is, can judge of the items."""
-        futures: dict[int, Any] = {}
+        now = time.monotonic()
+        limit = now + self._start_timeout + math.ceil(len(items) / self._workers) * self._timeout
+        batch = _Batch(items, limit, deque(range(len(items))))
+        if not self._proven:
+            for process in self._processes:
+                process.deadline = now + self._start_timeout  # nobody looked before
         try:
-            for i, pair in items.items():
-                futures[i] = self._pool.schedule(_judge, args=pair, timeout=self._timeout)
-        except RuntimeError:
-            pass  # it broke while it was being given work: the next round gives the rest
-        found: dict[int, RewardOutcome] = {}
-        for i, future in futures.items():
-            # Work is done in order: each is ready a deadline, and perhaps a restart, after the one before it.
-            concurrent.futures.wait([future], timeout=self._timeout + _STALLED)
-            if not future.done():
-                self.close()  # a worker that died while it held the pool's lock: nothing will come any more
-            outcome = self._outcome(future) if future.done() else None
-            if outcome is not None:
-                found[i] = outcome
-                bar.update(1)
-        return found
+            self._listen(batch, 0.0)
+            while len(batch.outcomes) < len(items):
+                self._fill()
+                self._hand_out(batch)
+                due = min([batch.limit, *(process.deadline for process in self._processes)])
+                if len(self._processes) < self._workers:
+                    due = min(due, time.monotonic() + _AGAIN)
+                self._listen(batch, due - time.monotonic())
+                if time.monotonic() >= due:
+                    # This process may have been stopped, or had no processor: what came meanwhile counts.
+                    self._listen(batch, 0.0)
+                    self._expire(batch)
+        finally:
+            for process in [process for process in self._processes if process.task is not None]:
+                self._drop(process)
+        self._fill()
+        return [batch.outcomes[i] for i in range(len(items))]
 
-    def _await_start(self) -> None:
-        while self._greetings:
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Start processes where there are fewer than wanted, and let those go that have ended."""
+        self._ending = [process for process in self._ending if not process.ended()]
+        while len(self._processes) < self._workers:
             try:
-                problem = self._greetings[-1].result(timeout=_START_TIMEOUT)
-            except (concurrent.futures.TimeoutError, RuntimeError, OSError) as error:
-                raise EnvironmentSetupError(f"A reward process could not start: {error}.") from error
-            if problem is not None:
-                raise EnvironmentSetupError(f"In a reward process: {problem}")
-            self._greetings.pop()
+                process = RewardProcess(self._setup, self._selector, time.monotonic() + self._start_timeout)
+            except OSError as error:
+                self._failed_start(f"A reward process could not be started: {error}.")
+                return
+            self._processes.append(process)
 
-    def _outcome(self, future: Any) -> RewardOutcome | None:
-        """What a finished future holds; None where the pool itself was gone before it could be judged."""
-        from pebble import ProcessExpired
+    def _hand_out(self, batch: _Batch) -> None:
+        for process in self._processes:
+            while batch.waiting and process.ready and process.task is None and not process.gone:
+                i = batch.waiting.popleft()
+                try:
+                    pair = pickle.dumps(batch.items[i], pickle.HIGHEST_PROTOCOL)
+                except Exception as error:  # noqa: BLE001 - by the prompt's own code; costs what it belongs to
+                    said = f"the prompt could not be pickled for a reward process: {type(error).__name__}"
+                    batch.outcomes[i] = rejected("raised", said)
+                    continue
+                process.give(i, next(self._numbers), pair, time.monotonic() + self._timeout)
 
-        try:
-            return future.result()
-        except concurrent.futures.TimeoutError:
-            return RewardOutcome(
-                reward=None, kind="timeout", error=f"the reward took longer than {self._timeout:g} seconds"
-            )
-        except ProcessExpired as error:
-            return RewardOutcome(
-                reward=None, kind="died", error=f"the reward ended its process with exit code {error.exitcode}"
-            )
-        except (concurrent.futures.CancelledError, concurrent.futures.BrokenExecutor):
-            return None
-        except Exception as error:  # noqa: BLE001 - what the worker could not even report; counted like the others
-            return RewardOutcome(reward=None, kind="raised", error=f"the reward raised {type(error).__name__}")
+    def _listen(self, batch: _Batch, seconds: float) -> None:
+        """Take what comes within a time, until something does."""
+        for process in {key.data: None for key, _ in self._selector.select(max(0.0, seconds))}:
+            try:
+                for message in process.messages():
+                    self._take(batch, process, message)
+            except StrayMessage:
+                said = "the reward wrote to a descriptor that was not its own, and its process was ended"
+                self._lost(batch, process, said)
+                continue
+            if process.gone:
+                self._lost(batch, process, _end_of(process))
+
+    def _take(self, batch: _Batch, process: RewardProcess, message: dict[str, Any]) -> None:
+        match message:
+            case {"problem": None} if not process.ready:
+                process.ready, self._proven, self._failed_starts = True, True, 0
+                process.rest()
+            case {"problem": str(problem)} if not process.ready:
+                self._drop(process)
+                self._failed_start(f"In a reward process: {problem}")
+            case {"taken": process.number} if process.task is not None:
+                process.taken, process.deadline = True, time.monotonic() + self._timeout
+            case {"number": process.number, "outcome": dict(outcome)} if process.taken and process.task is not None:
+                try:
+                    batch.outcomes[process.task] = RewardOutcome(**outcome)
+                except TypeError:
+                    raise StrayMessage from None
+                process.rest()
+            case _:
+                raise StrayMessage
+
+    def _lost(self, batch: _Batch, process: RewardProcess, reason: str) -> None:
+        """A process has ended by itself."""
+        self._drop(process)
+        if not process.ready:
+            self._failed_start(f"A reward process could not start: {reason} while it built the environment.")
+        elif process.task is not None:
+            self._settle(batch, process, rejected("died", reason))
+
+    def _settle(self, batch: _Batch, process: RewardProcess, outcome: RewardOutcome) -> None:
+        """The task of a process that is no more: rejected, or given to another where the process never began."""
+        assert process.task is not None
+        offers = batch.offers[process.task] = batch.offers.get(process.task, 0) + 1
+        if process.taken or offers >= _OFFERS:
+            batch.outcomes[process.task] = outcome
+        else:
+            batch.waiting.appendleft(process.task)
+        process.rest()
+
+    def _expire(self, batch: _Batch) -> None:
+        """End the processes whose time is over, and the whole batch where its own is."""
+        now = time.monotonic()
+        over = now >= batch.limit
+        for process in list(self._processes):
+            late = process.deadline <= now
+            if process.task is not None and (late or over):
+                self._drop(process)
+                said = f"the reward took longer than {self._timeout:g} seconds" if late else self._too_late
+                self._settle(batch, process, rejected("timeout", said))
+            elif not process.ready and late:
+                self._drop(process)
+                self._failed_start(
+                    f"A reward process could not start: its environment was not built in {self._start_timeout:g} "
+                    "seconds.",
+                    hopeless=not any(other.ready for other in self._processes),
+                )
+        if over:
+            for i in batch.waiting:
+                batch.outcomes[i] = rejected("timeout", self._too_late)
+            batch.waiting.clear()
+
+    @property
+    def _too_late(self) -> str:
+        return (
+            "the reward was not judged in the time of the batch "
+            f"({self._timeout:g} seconds for each, {self._start_timeout:g} to start a process): reward processes had "
+            "to be started again and again"
+        )
+
+    def _failed_start(self, sentence: str, *, hopeless: bool = False) -> None:
+        self._failed_starts += 1
+        if hopeless or not self._proven or self._failed_starts >= _STARTS:
+            raise EnvironmentSetupError(sentence)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _drop(self, process: RewardProcess) -> None:
+        self._processes.remove(process)
+        process.end()
+        self._ending.append(process)
 
     def close(self) -> None:
-        """End the workers at once; safe to call twice."""
-        self._pool.stop()
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            self._pool.join(timeout=_CLOSING)
+        """End the workers and all that they started; safe to call twice."""
+        for process in list(self._processes):
+            self._drop(process)
+        until = time.monotonic() + _CLOSING
+        for process in self._ending:
+            process.close(until)
+        self._ending = []
 
     def __enter__(self) -> RewardPool:
         return self
@@ -170,57 +253,7 @@ class RewardPool:
         self.close()
 
 
-# -- in the worker ---------------------------------------------------------------------------------------------------
-
-_environment: Environment | None = None
-_problem: str | None = None
-
-
-def _start_worker(
-    environment: str, split: Split, seed: int, config: Mapping[str, Any], prompts_file: str | None
-) -> None:
-    global _environment, _problem
-    threading.Thread(target=_end_with_owner, daemon=True).start()
-    try:
-        _environment = make_environment(environment, split, seed, config, prompts_file)
-    except EnvironmentSetupError as error:
-        _problem = str(error)
-
-
-def _end_with_owner() -> None:
-    owner = multiprocessing.parent_process()
-    if owner is not None:
-        owner.join()
-        os._exit(1)
-
-
-def _greet() -> str | None:
-    return _problem
-
-
-def _judge(prompt: Prompt, response: str) -> RewardOutcome:
-    if _environment is None:
-        return RewardOutcome(reward=None, kind="raised", error=_problem)
-    try:
-        return _checked(_environment.reward(prompt, response))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it costs this trajectory and is counted
-        return RewardOutcome(
-            reward=None, kind="raised", error=f"the reward raised {type(error).__name__}: {error}"[:500]
-        )
-
-
-def _checked(result: Any) -> RewardOutcome:
-    parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    if "reward" not in parts:
-        return RewardOutcome(
-            reward=None, kind="invalid", error=f"the reward gave {sorted(parts)} without 'reward'"[:500]
-        )
-    values: dict[str, float] = {}
-    for name, value in parts.items():
-        number = value.item() if hasattr(value, "item") else value  # numpy scalars, booleans included
-        if not isinstance(number, numbers.Real) or not abs(float(number)) <= LARGEST_REWARD:  # NaN fails it too
-            return RewardOutcome(
-                reward=None, kind="invalid", error=f"the reward gave {name}={value!r}"[:200] + ", not a finite number"
-            )
-        values[str(name)] = float(number)
-    return RewardOutcome(reward=values.pop("reward"), parts=values)
+def _end_of(process: RewardProcess) -> str:
+    if process.exit_code is None:
+        return "its process was killed from outside"
+    return f"the reward ended its process with exit code {process.exit_code}"

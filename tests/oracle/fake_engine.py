@@ -48,7 +48,7 @@ class InlineRewards:
         self.rejected = rejected or {}
         self.judged: list[tuple[Prompt, str]] = []
 
-    def judge(self, items: Sequence[tuple[Prompt, str]], *, progress: bool = False) -> list[RewardOutcome]:
+    def judge(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardOutcome]:
         self.judged += items
         return [self._judge(prompt, response) for prompt, response in items]
 
