@@ -20,7 +20,8 @@ from megatron_vcpo.environments.protocol import Prompt
 from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, RolloutEngine
 from megatron_vcpo.rollout.exchange import exchange_trajectories
-from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome, RewardPool
+from megatron_vcpo.rollout.reward_outcome import KINDS, RewardOutcome
+from megatron_vcpo.rollout.rewards import RewardPool
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from megatron_vcpo.rollout.stopping import sampling
 from megatron_vcpo.rollout.trajectory import Trajectory
@@ -53,7 +54,7 @@ class Phase:
 
     minibatches: list[list[Trajectory]]  # one for each optimizer step, in the order they are to be trained on
     rejected: int  # trajectories whose reward failed
-    rejected_by_kind: dict[str, int]  # the same, by one of rewards.KINDS
+    rejected_by_kind: dict[str, int]  # the same, by one of reward_outcome.KINDS
     seconds: dict[str, float] = field(default_factory=dict)
 
 

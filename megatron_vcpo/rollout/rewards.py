@@ -21,10 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vcpo.environments import EnvironmentSetupError, Prompt, Split
-from megatron_vcpo.rollout.reward_outcome import KINDS, LARGEST_REWARD, RewardOutcome, checked, rejected
+from megatron_vcpo.rollout.reward_outcome import RewardOutcome, rejected
 from megatron_vcpo.rollout.reward_process import RewardProcess, StrayMessage
-
-__all__ = ["KINDS", "LARGEST_REWARD", "RewardOutcome", "RewardPool", "checked"]
 
 _START_TIMEOUT = 300.0  # seconds for a worker to start and build its environment
 _STARTS = 5  # starts in a row that may fail once a worker has come up

@@ -12,7 +12,7 @@ from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, judge
 from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.engine import EngineError, GenerationResult
 from megatron_vcpo.rollout.evaluate import evaluate
-from megatron_vcpo.rollout.rewards import KINDS, RewardOutcome
+from megatron_vcpo.rollout.reward_outcome import KINDS, RewardOutcome
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from tests.oracle.fake_engine import CountedCharacters, FakeEngine, InlineRewards
 from tests.oracle.tiny_models import EOS, character_tokenizer
