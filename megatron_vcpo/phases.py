@@ -5,6 +5,7 @@ Phases are entered at points that every rank passes in the same order, so that t
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -20,11 +21,14 @@ class Phase:
     since: float  # time.monotonic() at its start
 
 
+entered = threading.Event()
+"""Set by each `enter`, for the one who waits for it to clear."""
+
 _current = Phase(name="start", number=0, iteration=0, alone=False, since=time.monotonic())
 
 
 def enter(name: str, *, alone: bool = False, iteration: int | None = None) -> None:
-    """Begin a phase; costs a microsecond.
+    """Begin a phase; costs microseconds.
 
     Args:
         name: for a person.
@@ -39,6 +43,7 @@ def enter(name: str, *, alone: bool = False, iteration: int | None = None) -> No
         alone=alone,
         since=time.monotonic(),
     )
+    entered.set()
 
 
 def current() -> Phase:

@@ -1,7 +1,7 @@
 """torchrun --nproc-per-node N -m megatron_vcpo.train <any Megatron flags> --vcpo-... --rollout-... --sync-...
 
 Megatron's own pretrain() with the plugin in its seams; without torchrun, a job of one process. The top level is light
-on purpose: saving a checkpoint and the reward pool spawn processes that import this file again.
+on purpose: saving a checkpoint spawns processes that import this file again.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_vcpo.failures import failure_sentence
+    from megatron_vcpo.watchdog import EXIT_CODE, peer_is_gone
 
     with _ended_at_once_by_interrupts():
         plugin, model_config = _plugin(args, config, inputs, flow)
@@ -154,7 +155,10 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
         if sentence is None:
             where = None if isinstance(error, SystemExit) else plugin.explain(error)
             if where is not None:
-                print(f"megatron_vcpo: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                reason = str(error).partition("\n")[0]
+                print(f"megatron_vcpo: {where} ({type(error).__name__}: {reason})", file=sys.stderr, flush=True)
+                if peer_is_gone(error):
+                    sys.exit(EXIT_CODE)
             raise
         print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)
         sys.exit(1)

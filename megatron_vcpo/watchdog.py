@@ -1,8 +1,9 @@
 """Watchdog: ends a run whose ranks no longer meet, with a sentence that says who is missing and where.
 
 A collective that some rank never enters would end, after --distributed-timeout-minutes, in an error that names neither
-the rank nor the phase. Here, a thread in each process writes where the process stands to the rendezvous store, a few
-times per deadline, and reads the others' only when its own process stands still. Nothing runs in the training thread.
+the rank nor the phase. Here, a thread in each process writes where the process stands to the rendezvous store, at each
+new phase and a few times per deadline, and reads the others' only when its own process stands still. Nothing runs in
+the training thread.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -24,9 +28,13 @@ from megatron_vcpo import phases
 
 EXIT_CODE = 4
 _BEATS_PER_DEADLINE = 20
-_LONGEST_INTERVAL = 15.0  # seconds: what bounds the writes of a thousand ranks to the store
+_LONGEST_INTERVAL = 15.0  # seconds between two signs of life in a phase that goes on
+_WRITES = 1000.0  # of all ranks to the store, each second at most: phases that follow faster are not all told
 _GLANCE = 1.0  # seconds between two looks at whether torchrun still lives
+_ENDING = 0.1  # seconds in which a process whose sockets are closed ends
 _SHOWN = 8  # ranks named in a message
+# What gloo and NCCL say where another process has ended.
+_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe|timed? ?out|remote process exit", re.IGNORECASE)
 # Python files whose innermost frame waits for other ranks.
 _WAITING_IN = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication", "megatron/core/distributed/")
 
@@ -44,13 +52,19 @@ class Standing:
     waiting: float  # of these, in the collective that it is still in; 0 outside of collectives
     place: str  # function and line
     beat: int  # signs of life so far
+    process: int = 0  # its number on the machine
+    machine: str = ""  # where that number means something
     alive: bool = True  # gave another one since the table was read before
 
     def __str__(self) -> str:
-        where = f"in phase '{self.phase}' of iteration {self.iteration} at {self.place}"
         if self.alive:
-            return f"rank {self.rank} {where}"
-        return f"rank {self.rank}, last seen {where} and without a sign of life since"
+            return f"rank {self.rank} {self.where}"
+        return f"rank {self.rank}, last seen {self.where} and without a sign of life since"
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        return f"in phase '{self.phase}' of iteration {self.iteration} at {self.place}"
 
 
 def verdict(standings: Sequence[Standing | None], deadline: float) -> str | None:
@@ -109,12 +123,14 @@ class Watchdog:
         self.world_size = world_size
         self.deadline = deadline
         self.interval = min(deadline / _BEATS_PER_DEADLINE, _LONGEST_INTERVAL)
+        self._gap = min(world_size / _WRITES, self.interval)  # seconds between two writes
         self._store = dist.PrefixStore("megatron_vcpo/watchdog", store.clone())
         self._end = end or _end_process
         self._watched = _MainThread()
         self._first: list[Standing | None] = []  # the standings when this process was found to stand still
         self._first_at = 0.0
         self._beat = 0
+        self._machine = _machine()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron_vcpo watchdog", daemon=True)
 
@@ -126,11 +142,12 @@ class Watchdog:
     def stop(self) -> None:
         """End the watch; safe to call twice."""
         self._stop.set()
+        phases.entered.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def explain(self, error: BaseException) -> str:
-        """Where this process failed and, when a collective failed, which ranks were elsewhere."""
+        """Where this process failed and, when a collective failed, which ranks have ended or were elsewhere."""
         phase = phases.current()
         said = f"rank {self.rank} failed in phase '{phase.name}' of iteration {phase.iteration}"
         if not failed_in_collective(error):
@@ -139,6 +156,10 @@ class Watchdog:
             table = self._read([])
         except RuntimeError:
             return f"{said}, and the rendezvous store does not answer: the process that held it has ended"
+        ended = self._ended(table)
+        if ended:
+            names = _listed([f"rank {s.rank} has ended, last seen {s.where}" for s in ended])
+            return f"{said}, since a process that it waited for is gone: {names}"
         others = [
             f"rank {rank}, which never began" if s is None else str(s)
             for rank, s in enumerate(table)
@@ -147,11 +168,25 @@ class Watchdog:
         elsewhere = f"; last seen elsewhere: {_listed(others)}" if others else ""
         return f"{said}: a rank that it waited for has ended or did not come{elsewhere}"
 
+    def _ended(self, table: Sequence[Standing | None]) -> list[Standing]:
+        """The ranks of this machine whose processes have ended."""
+        near = [s for s in table if s is not None and s.machine == self._machine and s.rank != self.rank]
+        until = time.monotonic() + _ENDING
+        while True:
+            ended = [s for s in near if _has_ended(s.process)]
+            if ended or time.monotonic() >= until:
+                return ended
+            time.sleep(_ENDING / 10.0)
+
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(self.interval):
+            while not self._stop.wait(self._gap):
+                phases.entered.wait(self.interval - self._gap)
+                phases.entered.clear()
+                if self._stop.is_set():
+                    return
                 self._write()
                 self._look()
         except RuntimeError as error:  # the store is gone: with a process that ended, well or not
@@ -180,6 +215,8 @@ class Watchdog:
             waiting=waiting,
             place=place,
             beat=self._beat,
+            process=os.getpid(),
+            machine=self._machine,
         )
         self._store.set(str(self.rank), json.dumps(dataclasses.asdict(standing)))
 
@@ -263,6 +300,20 @@ def _place(frame: FrameType) -> str:
     return f"{name} ({where})" if outside is not frame else f"{outside.f_code.co_name} ({where})"
 
 
+def _machine() -> str:
+    """Where process numbers mean the same: containers may share a name, and have numbers of their own."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _has_ended(process: int) -> bool:
+    """Also before its parent has collected it."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return True
+    return stat.rpartition(b")")[2].split()[0] in b"ZX"
+
+
 def failed_in_collective(error: BaseException) -> bool:
     """Whether an exception came out of a call that waits for other ranks."""
     trace: TracebackType | None = error.__traceback__
@@ -271,6 +322,11 @@ def failed_in_collective(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return _waits(trace.tb_frame.f_code.co_filename)
+
+
+def peer_is_gone(error: BaseException) -> bool:
+    """Whether a collective failed for the end of another process, so that a trace of this one explains nothing."""
+    return failed_in_collective(error) and _GONE.search(str(error)) is not None
 
 
 def end_with_torchrun(rank: int) -> None:

@@ -1,11 +1,13 @@
-"""Faults in whole runs, nearly all of the supervised warm-up, which needs no engine: overflow, a process that hangs,
-a resume of what is damaged."""
+"""Faults in whole runs, nearly all of the supervised warm-up, which needs no engine: overflow, a process that hangs or
+dies, a resume of what is damaged."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -142,6 +144,42 @@ def test_a_rank_that_hangs_ends_the_run_within_the_deadline_by_name_and_phase(tm
         done.stderr,
     ), done.stderr[-4000:]
     assert re.search(rf"exitcode\s*: {EXIT_CODE} ", done.stderr)
+
+
+def test_a_rank_that_is_killed_is_named_at_once_with_its_phase_and_without_a_trace(tmp_path: Path) -> None:
+    """Without torchrun, which ends the others too, perhaps before they have said why."""
+    write_char_tokenizer(tmp_path / "tokenizer")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    task = ("--rollout-environment", "tests.oracle.faulty_answers:DeadlyAnswers", "--train-iters", "5")
+    folders = ("--rollout-tokenizer", str(tmp_path / "tokenizer"), "--rollout-run-dir", str(tmp_path / "run"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "megatron_vcpo.supervised", *FLAGS, *task, *folders],
+            cwd=ROOT,
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [EXIT_CODE, -signal.SIGKILL], said[0][-4000:]
+    assert re.search(
+        r"megatron_vcpo: rank 0 failed in phase '[\w ]+' of iteration 4, since a process that it waited for is gone: "
+        r"rank 1 has ended, last seen in phase 'take a minibatch' of iteration 4 at prompt \(.*:\d+\) \(\w+: .*\)\n",
+        said[0],
+    ), said[0][-4000:]
+    assert "Traceback" not in said[0], said[0][-4000:]
 
 
 def test_what_cannot_be_resumed_is_one_sentence_and_what_has_ended_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from megatron_vcpo import phases
 from megatron_vcpo.watchdog import EXIT_CODE, Watchdog
 
 DEADLINE, LATEST = 2.0, 12.0  # seconds; the second allows for a busy machine
+LONG = 600.0  # seconds: a deadline with signs of life so rare that only a new phase brings one
 
 
 def wait_for_the_other() -> None:
@@ -58,11 +60,23 @@ def is_frozen(rank: int) -> None:
 
 
 def dies(rank: int) -> None:
-    phases.enter("train", iteration=3)
+    """As soon as it has told its phase, long before the sign of life that time alone would bring."""
+    phases.enter("train", iteration=4)
     if rank == 1:
-        time.sleep(0.5)
+        store = dist.PrefixStore("megatron_vcpo/watchdog", dist.distributed_c10d._get_default_store())
+        until = time.monotonic() + 5.0
+        while json.loads(store.get("1"))["phase"] != "train" and time.monotonic() < until:
+            time.sleep(0.01)
         os._exit(9)
     phases.enter("reduce")
+    wait_for_the_other()
+
+
+def dies_in_the_same_phase(rank: int) -> None:
+    phases.enter("reduce", iteration=4)
+    wait_for_the_other()
+    if rank == 1:
+        os._exit(9)
     wait_for_the_other()
 
 
@@ -90,8 +104,12 @@ CASES: dict[Callable[[int], None], str | None] = {
     ),
     is_frozen: r"rank 0 waited .* for rank 1, last seen in phase 'train' .* and without a sign of life since",
     dies: (
-        r"rank 0 failed in phase 'reduce' of iteration 3: a rank that it waited for has ended or did not come; last "
-        r"seen elsewhere: rank 1 in phase 'train' of iteration 3 at dies \("
+        r"rank 0 failed in phase 'reduce' of iteration 4, since a process that it waited for is gone: rank 1 has "
+        r"ended, last seen in phase 'train' of iteration 4 at dies \("
+    ),
+    dies_in_the_same_phase: (
+        r"rank 0 failed in phase 'reduce' of iteration 4, since a process that it waited for is gone: rank 1 has "
+        r"ended, last seen in phase 'reduce' of iteration 4 at "
     ),
     is_only_slow: None,
 }
@@ -102,7 +120,9 @@ def member(case: Callable[[int], None], rank: int, store: Path, output: Path) ->
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=50)
     )
-    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank=rank, world_size=2, deadline=DEADLINE)
+    watchdog = Watchdog(
+        dist.distributed_c10d._get_default_store(), rank=rank, world_size=2, deadline=LONG if case is dies else DEADLINE
+    )
     watchdog.start()
     try:
         case(rank)

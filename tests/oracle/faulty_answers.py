@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_vcpo.environments.sort_digits import SortDigits
 STOPS_AT = 40  # prompt: of the third step, with 16 in each
 MARK = "?"  # a character that no other prompt holds
 MARK_ID = 3 + ord(MARK) - ord(" ")  # in the character tokenizer
+DIES_AT = 56  # of the fourth
 
 
 class SleepyAnswers(SortDigits):
@@ -50,3 +52,16 @@ class SpoilingAnswers(SortDigits):
         if type(module).__name__ != "TransformerBlock":
             return None
         return output.masked_fill((self._tokens[0] == MARK_ID)[:, None, None], math.nan)
+
+
+class DeadlyAnswers(SortDigits):
+    """SortDigits that kills process 1 for a certain prompt, as the kernel does where memory is short."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(n_digits=3, **arguments)
+
+    def prompt(self, index: int) -> Prompt:
+        if index == DIES_AT and os.environ.get("RANK") == "1":
+            time.sleep(1.0)  # let its watchdog tell the phase, which a thread does a moment later
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().prompt(index)
