@@ -103,6 +103,13 @@ class RewardProcess:
             del self._incoming[:end]
             yield message
 
+    @property
+    def end_in_words(self) -> str:
+        """How a process that is gone ended."""
+        if self.exit_code is None:
+            return "it was killed from outside"
+        return f"it ended with exit code {self.exit_code}"
+
     def end(self) -> None:
         """Ask the keeper to end the worker and all that it started."""
         for key in [key for key in self._selector.get_map().values() if key.data is self]:

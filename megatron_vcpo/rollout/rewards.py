@@ -150,11 +150,11 @@ class RewardPool:
                 for message in process.messages():
                     self._take(batch, process, message)
             except StrayMessage:
-                said = "the reward wrote to a descriptor that was not its own, and its process was ended"
+                said = "it wrote to a descriptor that was not its own"
                 self._lost(batch, process, said)
                 continue
             if process.gone:
-                self._lost(batch, process, _end_of(process))
+                self._lost(batch, process, process.end_in_words)
 
     def _take(self, batch: _Batch, process: RewardProcess, message: dict[str, Any]) -> None:
         match message:
@@ -181,7 +181,7 @@ class RewardPool:
         if not process.ready:
             self._failed_start(f"A reward process could not start: {reason} while it built the environment.")
         elif process.task is not None:
-            self._settle(batch, process, rejected("died", reason))
+            self._settle(batch, process, rejected("died", f"the reward's process is gone: {reason}"))
 
     def _settle(self, batch: _Batch, process: RewardProcess, outcome: RewardOutcome) -> None:
         """The task of a process that is no more: rejected, or given to another where the process never began."""
@@ -249,9 +249,3 @@ class RewardPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _end_of(process: RewardProcess) -> str:
-    if process.exit_code is None:
-        return "its process was killed from outside"
-    return f"the reward ended its process with exit code {process.exit_code}"

@@ -77,6 +77,9 @@ class FaultyRewards:
         """With all of its group."""
         os.killpg(0, signal.SIGSTOP)
 
+    def do_kill_group(self, _argument: str):
+        os.killpg(0, signal.SIGKILL)
+
     def do_hold(self, _argument: str):
         """No other thread of the process runs: the interpreter's lock is held for hours."""
         re.match("(a+)+b", "a" * 40)

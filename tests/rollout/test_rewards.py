@@ -48,6 +48,7 @@ def pool():
     ("response", "kind", "said"),
     [
         ("raise because of this", "raised", "ValueError: because of this"),
+        ("raise \ud800", "raised", r"ValueError: \ud800"),
         ("unspeakable", "raised", "the reward raised"),
         ("sys-exit", "raised", "SystemExit"),
         ("sleep 30", "timeout", "longer than 1 seconds"),
@@ -59,6 +60,7 @@ def pool():
         ("segfault", "died", "exit code -11"),
         ("scribble", "died", "wrote to a descriptor that was not its own"),
         ("close", "died", "exit code -9"),
+        ("kill-group", "died", "exit code -9"),
         ("value nan", "invalid", "not a finite number"),
         ("value -inf", "invalid", "not a finite number"),
         ("python None", "invalid", "not a finite number"),
@@ -74,6 +76,7 @@ def test_misbehaving_reward_costs_that_one_trajectory(pool, response, kind, said
     assert [outcome.reward for outcome in outcomes] == [1.0, None, 2.0, 3.0]
     assert outcomes[1].kind == kind
     assert said in outcomes[1].error
+    outcomes[1].error.encode("utf-8")
     assert all(outcome.error is None for outcome in outcomes if outcome.reward is not None)
 
 
@@ -148,11 +151,14 @@ def test_a_reward_that_ends_its_process_costs_no_deadline():
 
 def test_what_a_reward_leaves_behind_does_not_reach_the_next_one():
     with make_pool(workers=1, timeout=30.0) as pool:
-        outcomes = pool.judge(items("alarm", "sleep 0.3", "fork", "value 7", "value 8"))
-    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, 0.0, 7.0, 8.0]
+        outcomes = pool.judge(items("alarm", "sleep 0.3", "pid", "fork", "pid", "value 7"))
+    alarm, sleep, before, fork, after, value = [outcome.reward for outcome in outcomes]
+    assert [alarm, sleep, fork, value] == [1.0, 1.0, 0.0, 7.0]
+    assert before == after  # no process was lost on the way
 
 
-def test_what_a_reward_prints_is_seen_though_its_process_is_killed(capfd):
+def test_what_a_reward_prints_is_seen_though_its_process_is_killed(capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with make_pool(workers=1, timeout=1.0) as pool:
         pool.judge(items("print one line", "sleep 60"))
     assert "one line" in capfd.readouterr().out
@@ -263,6 +269,13 @@ def test_a_worker_stopped_between_rewards_costs_time_alone():
         assert [outcome.reward for outcome in outcomes] == list(range(16))
 
 
+def test_the_kernel_ends_a_worker_with_its_keeper():
+    with make_pool(workers=1, timeout=30.0) as pool:
+        (worker,) = pool_processes(pool, "workers")
+        worker.parent().kill()
+        wait_for(lambda: not alive([worker.pid]))  # while this process does nothing
+
+
 def test_a_keeper_killed_while_its_reward_runs_takes_that_with_it(tmp_path):
     with make_pool(workers=1, timeout=3600.0) as pool:
         (keeper,) = pool_processes(pool, "keepers")
@@ -308,25 +321,28 @@ def test_an_environment_that_is_never_built_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    ("then", "said"),
+    ("then", "starts", "said"),
     [
-        ("sleep 3600", "its environment was not built in 1 seconds"),
-        ("exit 7", "the reward ended its process with exit code 7 while it built the environment"),
+        ("sleep 3600", 1, "its environment was not built in 1 seconds"),
+        ("exit 7", 5, "it ended with exit code 7 while it built the environment"),
     ],
 )
-def test_an_environment_that_cannot_be_built_again_ends_the_run(tmp_path, then, said):
+def test_an_environment_that_cannot_be_built_again_ends_the_run(tmp_path, then, starts, said):
     with make_pool(workers=1, timeout=30.0, marker=str(tmp_path / "lock"), then=then) as pool:
         pool.judge(items("value 1"))
         pool._start_timeout = 1.0
         with pytest.raises(EnvironmentSetupError, match=said):
             pool.judge(items("mark exit 3", "value 1"))
+        assert pool._failed_starts == starts
 
 
 def test_workers_that_are_up_go_on_while_another_cannot_start(tmp_path):
     with make_pool(workers=2, timeout=30.0, marker=str(tmp_path / "lock"), then="sleep 3600") as pool:
         pool_processes(pool, "workers")
-        outcomes = pool.judge(items("mark exit 3", *(f"value {i}" for i in range(7))))
-        assert [outcome.reward for outcome in outcomes] == [None, *range(7)]
+        pool._start_timeout = 1.0
+        outcomes = pool.judge(items("mark exit 3", "sleep 2.5", *(f"value {i}" for i in range(7))))
+        assert [outcome.reward for outcome in outcomes] == [None, 1.0, *range(7)]
+        assert pool._failed_starts > 0
 
 
 def test_a_reward_beyond_fp32_is_no_reward():
