@@ -74,6 +74,7 @@ class RewardPool:
         """
         self._timeout = timeout
         self._start_timeout = start_timeout
+        self._margin = start_timeout  # of a batch, beside its rewards' deadlines
         self._workers = workers
         self._setup = pickle.dumps((environment, split, seed, dict(config), prompts_file))
         self._selector = selectors.DefaultSelector()
@@ -94,7 +95,7 @@ class RewardPool:
             EnvironmentSetupError: workers do not come up.
         """
         now = time.monotonic()
-        limit = now + self._start_timeout + math.ceil(len(items) / self._workers) * self._timeout
+        limit = now + self._margin + math.ceil(len(items) / self._workers) * self._timeout
         batch = _Batch(items, limit, deque(range(len(items))))
         if not self._proven:
             for process in self._processes:
@@ -219,7 +220,7 @@ class RewardPool:
     def _too_late(self) -> str:
         return (
             "the reward was not judged in the time of the batch "
-            f"({self._timeout:g} seconds for each, {self._start_timeout:g} to start a process): reward processes had "
+            f"({self._timeout:g} seconds for each, {self._margin:g} to start a process): reward processes had "
             "to be started again and again"
         )
 

@@ -40,7 +40,7 @@ def items(*responses: str) -> list[tuple[Prompt, str]]:
 
 @pytest.fixture(scope="module")
 def pool():
-    with make_pool() as pool:
+    with make_pool(timeout=2.0) as pool:
         yield pool
 
 
@@ -51,10 +51,10 @@ def pool():
         ("raise \ud800", "raised", r"ValueError: \ud800"),
         ("unspeakable", "raised", "the reward raised"),
         ("sys-exit", "raised", "SystemExit"),
-        ("sleep 30", "timeout", "longer than 1 seconds"),
-        ("deaf", "timeout", "longer than 1 seconds"),
-        ("hold", "timeout", "longer than 1 seconds"),
-        ("stop", "timeout", "longer than 1 seconds"),
+        ("sleep 30", "timeout", "longer than 2 seconds"),
+        ("deaf", "timeout", "longer than 2 seconds"),
+        ("hold", "timeout", "longer than 2 seconds"),
+        ("stop", "timeout", "longer than 2 seconds"),
         ("exit 3", "died", "exit code 3"),
         ("exit 0", "died", "exit code 0"),
         ("segfault", "died", "exit code -11"),
@@ -89,8 +89,8 @@ def test_many_faults_at_once_cost_exactly_their_own_trajectories(pool):
 
 def test_deadline_counts_the_reward_not_its_wait_in_the_queue(pool):
     start = time.monotonic()
-    outcomes = pool.judge(items(*["sleep 0.4"] * 10))
-    assert time.monotonic() - start > 1.5  # longer than the deadline of 1 second
+    outcomes = pool.judge(items(*["sleep 0.6"] * 10))
+    assert time.monotonic() - start > 2.5  # longer than the deadline of 2 seconds
     assert [outcome.reward for outcome in outcomes] == [1.0] * 10
 
 
@@ -302,13 +302,13 @@ def test_a_hanging_reward_costs_its_own_where_the_environment_takes_long_to_buil
 def test_a_batch_ends_in_time_whatever_its_rewards_do_and_however_long_workers_take_to_start(response):
     with make_pool(seconds=1.0, timeout=0.1) as pool:
         pool.judge(items("value 1"))
-        pool._start_timeout = 3.0
+        pool._margin = 3.0
         outcomes = pool.judge(items(*[response] * 60))  # 30 for each worker: in 3 s + 30 x 0.1 s, not 30 s and more
         assert {outcome.reward for outcome in outcomes} == {None}
-        assert outcomes[0].kind == ("died" if response == "exit 3" else "timeout")
+        assert {outcome.kind for outcome in outcomes} <= {"died", "timeout"}
         assert outcomes[-1].kind == "timeout"
         assert "reward processes had to be started again and again" in outcomes[-1].error
-        pool._start_timeout, pool._timeout = 300.0, 30.0
+        pool._margin, pool._timeout = 300.0, 30.0
         assert pool.judge(items("value 3"))[0].reward == 3.0
 
 
@@ -330,13 +330,15 @@ def test_an_environment_that_is_never_built_ends_the_run():
 def test_an_environment_that_cannot_be_built_again_ends_the_run(tmp_path, then, starts, said):
     with make_pool(workers=1, timeout=30.0, marker=str(tmp_path / "lock"), then=then) as pool:
         pool.judge(items("value 1"))
-        pool._start_timeout = 1.0
+        if then != "exit 7":
+            pool._start_timeout = 1.0
         with pytest.raises(EnvironmentSetupError, match=said):
             pool.judge(items("mark exit 3", "value 1"))
         assert pool._failed_starts == starts
 
 
-def test_workers_that_are_up_go_on_while_another_cannot_start(tmp_path):
+def test_workers_that_are_up_go_on_while_another_cannot_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_vcpo.rollout.rewards._STARTS", 1000)
     with make_pool(workers=2, timeout=30.0, marker=str(tmp_path / "lock"), then="sleep 3600") as pool:
         pool_processes(pool, "workers")
         pool._start_timeout = 1.0
