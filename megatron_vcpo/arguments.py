@@ -18,6 +18,7 @@ from megatron_vcpo.config import ConfigError, PluginConfig, RolloutConfig, SyncC
 from megatron_vcpo.idle_flags import idle_flags
 from megatron_vcpo.mcore.energies.unsupported import require_supported
 from megatron_vcpo.megatron_flags import check_routers, data_parallel_size, reason, require_megatron_flags
+from megatron_vcpo.save_folder import check_folders
 from patches import megatron_cpu, megatron_help_percent
 
 _GROUPS: dict[str, type] = {"vcpo": VCPOConfig, "rollout": RolloutConfig, "sync": SyncConfig}
@@ -193,8 +194,7 @@ def _resolve_files(args: argparse.Namespace, config: PluginConfig) -> None:
         raise ConfigError(f"--rollout-seed (by default --seed) must lie between 0 and 2^32 - 1, not {rollout.seed}.")
     if config.vcpo.load_hf is not None:
         _require_file(Path(config.vcpo.load_hf), "config.json", "--vcpo-load-hf")
-    if args.load is not None and not _holds_checkpoint(args):
-        args.load = None
+    check_folders(args)
     folders = (
         ("--save", args.save),
         ("--rollout-run-dir", rollout.run_dir),
@@ -233,36 +233,6 @@ def _require_file(folder: Path, name: str, flag: str) -> None:
         raise ConfigError(f"{flag} {folder}: there is no such folder (looked for from {Path.cwd()}).")
     if not (folder / name).is_file():
         raise ConfigError(f"{flag} {folder}: no {name} in that folder.")
-
-
-def _holds_checkpoint(args: argparse.Namespace) -> bool:
-    """False where --load names the folder of a run that is yet to begin; ConfigError on anything else unreadable.
-
-    Megatron would go on with random weights, or exit with code 0.
-    """
-    folder, tracker = Path(args.load), Path(args.load) / "latest_checkpointed_iteration.txt"
-    if not tracker.is_file():
-        if args.load == args.save:
-            return False
-        raise ConfigError(
-            f"--load {folder}: no checkpoint there (no latest_checkpointed_iteration.txt); correct the path or drop it."
-        )
-    try:
-        name = tracker.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--load {folder}: {tracker.name} cannot be read ({error}).") from error
-    namer = tracker.name
-    if args.ckpt_step is not None:
-        name, namer = str(args.ckpt_step), "--ckpt-step"
-    if name != "release" and not name.isdecimal():
-        raise ConfigError(f"--load {folder}: {tracker.name} holds {name[:40]!r} and not the number of an iteration.")
-    checkpoint = folder / (name if name == "release" else f"iter_{int(name):07d}")
-    if not checkpoint.is_dir() or not any(checkpoint.iterdir()):
-        raise ConfigError(
-            f"--load {folder}: the checkpoint {checkpoint.name} that {namer} names is missing or empty; name one that "
-            "is there, or choose another folder."
-        )
-    return True
 
 
 def _require_writable(folder: Path, flag: str, *, create: bool) -> None:
@@ -321,13 +291,12 @@ def _refuse_undecodable(words: Sequence[str]) -> None:
 
 
 def finish(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> None:
-    """Run Megatron's own checks and make the arguments its global ones (not in a dry run).
+    """Run Megatron's own checks, after which the arguments are final.
 
     Raises:
         ConfigError: Megatron refuses the flags; its words are in the message.
     """
     from megatron.training.arguments import validate_args
-    from megatron.training.global_vars import set_global_variables
 
     args.vocab_size = vocab_size
     if args.padded_vocab_size is None:
@@ -345,8 +314,12 @@ def finish(args: argparse.Namespace, config: PluginConfig, vocab_size: int) -> N
         raise ConfigError(f"Megatron refuses these flags: {reason(error)}.") from error
     # validate_args sets it to False, and there is no flag. For allgather every micro-batch has the same rows instead.
     args.variable_seq_lengths = not (args.num_experts and args.moe_token_dispatcher_type == "allgather")
-    if config.vcpo.dry_run:
-        return
+
+
+def make_global(args: argparse.Namespace, config: PluginConfig) -> None:
+    """Make checked arguments Megatron's global ones, which opens its writers, and say which of the flags do nothing."""
+    from megatron.training.global_vars import set_global_variables
+
     set_global_variables(args)
     if args.rank == 0:
         for sentence in idle_flags(args, config):

@@ -52,6 +52,12 @@ def failure_sentence(error: BaseException, args: argparse.Namespace, run_dir: st
             return _full_disk(seen, [folder for folder in (run_dir, args.save) if folder])
     if _raised_in(error, "megatron/training/checkpointing.py", "load_checkpoint"):
         return None if isinstance(chain[-1], _PROGRAMMING) else _not_loaded(chain[-1], args)
+    if _raised_in(error, "multiprocessing/managers.py", "_callmethod"):
+        return (
+            "the process that collects what a checkpoint's writers wrote was ended from outside during a save, so this "
+            f"checkpoint was not written to --save {args.save}. The last complete one (named in "
+            "latest_checkpointed_iteration.txt) is untouched; go on with --load."
+        )
     # Megatron's writers run in processes of their own and lose the reason on the way: the disk itself has to tell.
     if args.save is not None and _free(args.save) < _FULL_DISK_BYTES:
         return (

@@ -8,12 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import PluginConfig
@@ -65,7 +63,7 @@ class BaseFlow:
         self.vocab_size = inputs.vocab_size
         self.version = 0  # optimizer steps that changed the weights
         self.counters: dict[str, float] = {}
-        self.run_dir = run_directory(args, config)
+        self.run_dir = Path(str(config.rollout.run_dir or args.save))  # set by now: folder_lock.py
         self._seconds: dict[str, float] = {}
         self._extra: dict[str, float] = {}
         self._log: MetricsLog | None = None
@@ -192,13 +190,3 @@ class BaseFlow:
 
     def _timed(self) -> dict[str, float]:
         return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-
-
-def run_directory(args: argparse.Namespace, config: PluginConfig) -> Path:
-    """Where the run writes; the same on every rank."""
-    chosen = config.rollout.run_dir or args.save
-    if chosen is not None:
-        return Path(chosen)
-    holder = [datetime.now().strftime("%Y-%m-%d_%H-%M-%S")]
-    torch.distributed.broadcast_object_list(holder, 0)
-    return Path("runs") / holder[0]

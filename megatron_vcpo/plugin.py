@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron_vcpo import phases
+from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.api import equip, packing_settings
 from megatron_vcpo.checkpoint import guard
 from megatron_vcpo.config import PluginConfig
@@ -35,15 +36,18 @@ from megatron_vcpo.resume import (
     save_model_files,
     save_reference,
 )
+from megatron_vcpo.save_folder import set_aside
 from megatron_vcpo.watchdog import Watchdog
 from patches import (
     checkpoint_unpickling,
     cpu_packed_attention,
     distributed_optimizer_torch_adam,
     interleaved_dataloader_state,
+    lost_checkpoint_manager,
     mla_direct_query,
     mla_local_key_gradient,
     save_before_first_update,
+    whole_tracker,
 )
 
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
@@ -85,6 +89,7 @@ class MegatronPlugin:
         self._flow_factory = flow
         self._saved_state: dict[str, Any] | None = None
         self._train_step: Callable[..., Any] | None = None
+        self._save: Callable[..., None] | None = None
         self._watchdog: Watchdog | None = None
 
     # ------------------------------------------------------------------ seams
@@ -100,7 +105,11 @@ class MegatronPlugin:
         training.OptimizerParamScheduler = functools.partial(EssParamScheduler, ess=EssSettings.of(self.config.vcpo))
         self._train_step = training.train_step
         training.train_step = self.train_step
+        self._save = training.save_checkpoint_and_time
+        training.save_checkpoint_and_time = self.save
         interleaved_dataloader_state.apply()
+        whole_tracker.apply()
+        lost_checkpoint_manager.apply()
 
     def configure_model(self, model_config: Any) -> None:
         """Set the hooks of Megatron's GPTModelConfig: gradients' finalization, packed attention, initial weights."""
@@ -214,6 +223,21 @@ class MegatronPlugin:
         finally:
             metrics = step.end(success=success, grad_norm=grad_norm)
         return result, metrics, success
+
+    def save(self, iteration: int, *args: Any, **kwargs: Any) -> None:
+        """Wrap Megatron's save_checkpoint_and_time: save what was trained, and write over no complete checkpoint."""
+        assert self._save is not None
+        if self.step is None:  # no step was taken: what was loaded would be written again, in its place
+            return
+        if not kwargs.get("non_persistent_ckpt"):
+            failure: OSError | None = None
+            if self.args.rank == 0:
+                try:
+                    set_aside(self.args, iteration)
+                except OSError as error:
+                    failure = error
+            raise_together(failure)
+        self._save(iteration, *args, **kwargs)
 
     def _start(self, model: list[Any], optimizer: Any, scheduler: EssParamScheduler) -> None:
         from megatron.core.utils import get_model_config

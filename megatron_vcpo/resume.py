@@ -19,6 +19,7 @@ from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.hf_config import write_model_dir
 from megatron_vcpo.checkpoint.model_files import RECORD, ModelFiles
 from megatron_vcpo.config import ConfigError
+from megatron_vcpo.files import replacing
 from megatron_vcpo.mcore.reference import ReferencePolicy
 
 _CRC = "crc32"  # key in the header of a safetensors file
@@ -117,10 +118,9 @@ def reference_path(args: argparse.Namespace, checkpoints: str) -> Path:
 def save_reference(reference: ReferencePolicy, path: Path) -> None:
     """Write the reference once, at iteration 0; a file that is there already was written by the same start."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     state = {name: value.contiguous() for name, value in reference.state_dict().items()}
-    save_file(state, partial, metadata={_CRC: _crc(state)})
-    partial.replace(path)
+    with replacing(path) as partial:
+        save_file(state, partial, metadata={_CRC: _crc(state)})
 
 
 def load_reference(reference: ReferencePolicy, path: Path) -> None:

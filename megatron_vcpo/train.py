@@ -7,6 +7,7 @@ on purpose: saving a checkpoint spawns processes that import this file again.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import signal
@@ -89,18 +90,25 @@ def _prepare(adjust: Callable[[PluginConfig], None] | None) -> tuple[argparse.Na
     megatron_cpu.install()
     megatron_cpu.patch_megatron()
     from megatron_vcpo import preflight
-    from megatron_vcpo.arguments import finish, parse
+    from megatron_vcpo.arguments import finish, make_global, parse
     from megatron_vcpo.config import ConfigError
+    from megatron_vcpo.folder_lock import FolderClaim
+    from megatron_vcpo.private_folder import use_private_folder
 
     try:
         args, config = parse(adjust)
         inputs = preflight.check(args, config)
         finish(args, config, inputs.vocab_size)
         preflight.check_model(args, config, inputs.vocab_size)
+        if not config.vcpo.dry_run:
+            use_private_folder()
+            atexit.register(FolderClaim(args, config).close)  # runs after threads that still remove old checkpoints
     except ConfigError as error:
         if os.environ["LOCAL_RANK"] == "0":  # once for each machine, which may lack a file of its own
             print(f"megatron_vcpo: {error}", file=sys.stderr)
         sys.exit(2)
+    if not config.vcpo.dry_run:
+        make_global(args, config)
     return args, config, inputs
 
 

@@ -13,6 +13,7 @@ import torch
 
 from megatron_vcpo import dry_run
 from megatron_vcpo.config import PluginConfig
+from megatron_vcpo.folder_lock import FolderLock
 from tests.oracle.command_line import CommandLine
 from tests.oracle.single_process import single_process_megatron
 
@@ -366,3 +367,23 @@ def test_a_long_rank_map_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     line = CommandLine(tmp_path, monkeypatch)
     flags = ("--vcpo-dry-run-processes", "64", "--rollout-prompts-per-step", "16")
     assert "... and 32 more" in dry_run.report(*line.check(*flags))
+
+
+def test_a_dry_run_locks_nothing_and_writes_nothing_also_where_a_run_is_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_vcpo import train
+
+    command_line, run = CommandLine(tmp_path, monkeypatch), tmp_path / "run"
+    run.mkdir()
+    lock = FolderLock(run, "--save")
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path, *tmp_path.rglob("*")))
+    save = ("--save", str(run), "--save-interval", "2", "--vcpo-dry-run")
+    monkeypatch.setattr("sys.argv", ["train.py", *command_line.flags(*save)])
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train.warnings, "filterwarnings", lambda *_, **__: None)
+    train.main()
+    assert "nothing was started" in capsys.readouterr().out
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path, *tmp_path.rglob("*"))) == before
+    lock.close()

@@ -81,6 +81,14 @@ def test_a_checkpoint_that_does_not_load_is_named_with_the_first_reason(args, mo
     assert failure_sentence(AttributeError("a bug"), args, None) is None
 
 
+def test_a_save_whose_manager_process_was_ended_says_what_is_left(args, monkeypatch):
+    monkeypatch.setattr(failures, "_raised_in", lambda _, file, function: "multiprocessing/managers.py" in file)
+    said = failure_sentence(ConnectionRefusedError(111, "Connection refused"), args, None)
+    assert said is not None
+    assert said.startswith("the process that collects what a checkpoint's writers wrote was ended from outside")
+    assert f"--save {args.save}" in said
+
+
 def test_only_what_passed_through_a_function_was_raised_in_it():
     with pytest.raises(ValueError) as caught:
         load_checkpoint(ValueError("x"))

@@ -8,7 +8,6 @@ carries a CRC-32 of the list itself. That finds accidents; against intent it is 
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.files import replace_bytes
 
 MANIFEST = "vcpo_checksums.json"
 ROLLOUT_STATE = "train_dataloader_dprank"  # how the names of these files begin
@@ -191,12 +191,7 @@ def _list_crc(files: dict[str, list[int | str]]) -> str:
 def _write_list(path: Path, sums: dict[str, FileSum]) -> None:
     files: dict[str, list[int | str]] = {name: [each.size, each.crc] for name, each in sorted(sums.items())}
     content = {"version": _VERSION, "algorithm": "crc32", "list": _list_crc(files), "files": files}
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    replace_bytes(path, json.dumps(content, indent=1).encode())
 
 
 def _read_list(folder: Path) -> dict[str, FileSum]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.files import sync
 
 PROVENANCE = "conversion.json"
 _JOURNAL = "journal.jsonl"
@@ -83,9 +84,9 @@ class PartialFolder:
         try:
             yield part
             self._let_read(part.path)
-            _sync(part.path)
+            sync(part.path)
             part.path.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
             self._note({"file": name, "bytes": final.stat().st_size, "record": part.record})
         except Exception as error:
             full = self._disk_is_full(error)  # before the half file makes room
@@ -107,7 +108,7 @@ class PartialFolder:
         """Note a file that another package wrote under its own name; it has to be complete."""
         path = self.path / name
         self._let_read(path)
-        _sync(path)
+        sync(path)
         self._note({"file": name, "bytes": path.stat().st_size, "record": None})
         self.finished[name] = None
 
@@ -132,7 +133,7 @@ class PartialFolder:
             shutil.rmtree(self._old, ignore_errors=True)
             self.target.rename(self._old)
         self.path.rename(self.target)
-        _sync(self.target.parent)
+        sync(self.target.parent)
         self._journal.close()
         (self.target / _JOURNAL).unlink()
         shutil.rmtree(self._old, ignore_errors=True)
@@ -244,11 +245,3 @@ def _is_filled(path: Path) -> bool:
 
 def _is_alone(path: Path) -> bool:
     return len(list(path.parent.iterdir())) == 1
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,6 @@
 """What an iteration measured: one JSON object a line in metrics.jsonl, and one line for a person.
 
-MetricsLog      appends to metrics.jsonl; cuts off what a lost run wrote past the checkpoint
+MetricsLog      appends to metrics.jsonl; moves away what an earlier run wrote past the checkpoint
 read_metrics    reads it back
 iteration_line  the line printed once per iteration
 
@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from megatron_vcpo.files import cut_file, unused_name
 
 METRICS_FILE = "metrics.jsonl"
 _LARGEST_INTEGER = 2**53
@@ -34,8 +35,9 @@ class MetricsLog:
     Args:
         run_dir: folder of the run; made when missing.
         resume_iteration: last iteration of the checkpoint that the run goes on from. Lines past it were written by a
-            run that was lost after its last checkpoint and are cut off, so that no step is in the curve twice. With 0
-            the run is a new one: a file that is there already is kept under another name (metrics.1.jsonl, ...).
+            run that went further, and are moved to metrics.cut.1.jsonl (or the next free number), so that no step is in
+            the curve twice. With 0 the run is a new one: a file that is there already is kept under another name
+            (metrics.1.jsonl, ...).
     """
 
     def __init__(self, run_dir: Path, *, resume_iteration: int = 0) -> None:
@@ -165,19 +167,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _keep_until(path: Path, iteration: int) -> None:
-    """Rewrite the file without the lines past `iteration` and without a torn last line, atomically."""
-    kept = [line.rstrip(b"\n") + b"\n" for record, line in _records(path) if record["iteration"] <= iteration]
-    replacement = path.with_suffix(".tmp")
-    with replacement.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    replacement.replace(path)
-
-
-def unused_name(path: Path) -> Path:
-    """What to call the file of an earlier run: name.1.suffix, or the next free number."""
-    number = 1
-    while (candidate := path.with_suffix(f".{number}{path.suffix}")).exists():
-        number += 1
-    return candidate
+    """Move the lines past `iteration`, and a torn last line, to another file."""
+    records, content = _records(path), path.read_bytes()
+    torn = content[sum(len(line) for _, line in records) :]
+    kept = [line.rstrip(b"\n") + b"\n" for record, line in records if record["iteration"] <= iteration]
+    cut = [line for record, line in records if record["iteration"] > iteration]
+    cut_file(path, kept=b"".join(kept), cut=b"".join([*cut, torn]))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_vcpo.observability.metrics import unused_name
+from megatron_vcpo.files import cut_file, unused_name
 from megatron_vcpo.rollout.trajectory import Trajectory
 
 SAMPLES_FILE = "samples.jsonl"
@@ -18,9 +18,9 @@ class SamplesLog:
 
     Args:
         run_dir: folder of the run.
-        next_group: number of the next prompt to be drawn. What the file holds from it on was written by a run that was
-            lost after its last checkpoint, and is cut off. With 0 the run is a new one: a file that is there already is
-            kept under another name (samples.1.jsonl, ...), as that of the metrics is.
+        next_group: number of the next prompt to be drawn. What the file holds from it on was written by a run that went
+            further, and is moved to samples.cut.1.jsonl (or the next free number). With 0 the run is a new one: a file
+            that is there already is kept under another name (samples.1.jsonl, ...), as that of the metrics is.
         decode_prompt, decode_response: token ids to text; a response as the environment judges it.
     """
 
@@ -69,11 +69,11 @@ class SamplesLog:
 
 
 def _keep_until(path: Path, next_group: int) -> None:
-    """Rewrite the file without the groups from `next_group` on and without a torn last line, atomically."""
-    kept = [line for line in path.read_bytes().split(b"\n") if line and _group(line) < next_group]
-    replacement = path.with_suffix(".tmp")
-    replacement.write_bytes(b"".join(line + b"\n" for line in kept))
-    replacement.replace(path)
+    """Move the groups from `next_group` on, and a torn last line, to another file."""
+    lines = [line + b"\n" for line in path.read_bytes().split(b"\n") if line]
+    kept = [line for line in lines if _group(line) < next_group]
+    cut = [line for line in lines if _group(line) >= next_group]
+    cut_file(path, kept=b"".join(kept), cut=b"".join(cut))
 
 
 def _group(line: bytes) -> float:

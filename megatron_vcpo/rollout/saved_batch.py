@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_vcpo.files import replacing
 from megatron_vcpo.rollout.columns import pack_trajectories, unpack_trajectories
 from megatron_vcpo.rollout.trajectory import Trajectory
 
@@ -43,11 +44,9 @@ def save_batch(path: Path, trajectories: Sequence[Trajectory], origin: Origin) -
     """Write trajectories and their origin; the folder is made, and an earlier file of the name replaced as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     note = np.frombuffer(json.dumps(dataclasses.asdict(origin)).encode(), np.uint8)
-    partial = path.with_suffix(".tmp")
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         columns = pack_trajectories(trajectories) | {_ORIGIN: note}
         np.savez_compressed(file, **columns)  # type: ignore[arg-type]  # taken for allow_pickle, the one named argument
-    partial.replace(path)
 
 
 def load_batch(path: Path) -> tuple[list[Trajectory], Origin]:

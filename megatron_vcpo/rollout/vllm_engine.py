@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from megatron_vcpo.config import ConfigError
+from megatron_vcpo.private_folder import use_private_folder
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, GenerationResult, Sampling, UpdateReport
 from megatron_vcpo.rollout.engine_log import EngineLog, logging_variables
 from megatron_vcpo.rollout.process_state import EngineTurn
@@ -73,6 +75,10 @@ class VLLMEngine:
         self._settings = settings
         if not (Path(settings.model_dir) / "config.json").is_file():
             raise EngineError(f"The engine's model folder {settings.model_dir} has no config.json; check the path.")
+        try:
+            use_private_folder()
+        except ConfigError as error:
+            raise EngineError(str(error)) from error
         self._turn = EngineTurn(_VARIABLES | logging_variables())
         self._log = EngineLog(settings.log_file)
         self._llm: Any = None

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vcpo import arguments, preflight
+from megatron_vcpo import preflight
 from megatron_vcpo.checkpoint import checksums
 from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.guard import loaded_iteration
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.resume import load_flow_state, load_reference, save_reference
+from megatron_vcpo.save_folder import check_folders
 from patches import checkpoint_unpickling
 from patches.checkpoint_unpickling import UnreadableCheckpoint
 from tests.oracle.single_process import single_process_megatron
@@ -85,7 +86,8 @@ def start(run: Path, tiny: Any, *, verify: bool = True, finetune: bool = False) 
     args = argparse.Namespace(
         load=str(run), save=None, ckpt_step=None, finetune=finetune, iteration=12, pipeline_model_parallel_size=1
     )
-    assert arguments._holds_checkpoint(args)
+    check_folders(args)
+    assert args.load == str(run)
     folder = loaded_iteration(args)
     preflight._check_load(args, sizes=verify)
     if verify:

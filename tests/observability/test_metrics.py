@@ -80,14 +80,22 @@ def test_metrics_without_iteration_are_refused(tmp_path: Path) -> None:
         log.append({"reward": 1.0})
 
 
-def test_resume_cuts_off_what_the_lost_run_wrote_past_the_checkpoint(tmp_path: Path) -> None:
+def test_resume_moves_away_what_the_lost_run_wrote_past_the_checkpoint(tmp_path: Path) -> None:
     write_iterations(tmp_path, range(1, 8))
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"iteration": 8, "rew')
+    lost = (tmp_path / METRICS_FILE).read_text().splitlines(keepends=True)[4:]
     write_iterations(tmp_path, range(5, 11), resume_iteration=4)
     records = read_metrics(tmp_path)
     assert [record["iteration"] for record in records] == list(range(1, 11))
     assert records[3]["reward"] == 4.0
     assert records[4]["reward"] == 5.004
-    assert [entry.name for entry in tmp_path.iterdir()] == [METRICS_FILE]
+    assert (tmp_path / "metrics.cut.1.jsonl").read_text() == "".join(lost)
+    write_iterations(tmp_path, range(4, 5), resume_iteration=3)
+    cut = [json.loads(line) for line in (tmp_path / "metrics.cut.2.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in cut] == list(range(4, 11))
+    write_iterations(tmp_path, range(5, 6), resume_iteration=4)
+    assert len(list(tmp_path.iterdir())) == 3  # where nothing is cut, nothing is kept
 
 
 def test_resume_after_a_kill_in_the_middle_of_a_line_starts_on_a_new_line(tmp_path: Path) -> None:

@@ -18,14 +18,16 @@ def groups(log):
     return [json.loads(line)["group"] for line in log.path.read_text().splitlines()]
 
 
-def test_what_a_lost_run_wrote_past_its_checkpoint_is_cut_off(tmp_path):
+def test_what_a_lost_run_wrote_past_its_checkpoint_is_moved_away(tmp_path):
     log = samples(tmp_path, 0)
     for group in range(6):
         log.append([trajectory(group_id=group)], version=group)
     with log.path.open("a") as file:
         file.write('{"group": 3, "pro')  # torn by a kill
+    lost = log.path.read_text().splitlines()[4:]
     resumed = samples(tmp_path, 4)
     assert groups(resumed) == [0, 1, 2, 3]
+    assert (tmp_path / "samples.cut.1.jsonl").read_text().splitlines() == lost
     resumed.append([trajectory(group_id=4)], version=4)
     assert groups(resumed) == [0, 1, 2, 3, 4]
 

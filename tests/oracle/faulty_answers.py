@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import signal
 import time
@@ -64,4 +65,21 @@ class DeadlyAnswers(SortDigits):
         if index == DIES_AT and os.environ.get("RANK") == "1":
             time.sleep(1.0)  # let its watchdog tell the phase, which a thread does a moment later
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().prompt(index)
+
+
+class KillsCheckpointManager(SortDigits):
+    """Ends all processes that this one has started, once, at the ninth prompt: after a save they are the checkpoint's.
+
+    Four prompts to a step.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(n_digits=3, **arguments)
+
+    def prompt(self, index: int) -> Prompt:
+        if index == 8:
+            for process in multiprocessing.active_children():
+                process.kill()
+                process.join(60.0)
         return super().prompt(index)
