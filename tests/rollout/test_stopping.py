@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_vcpo import dry_run
+from megatron_vcpo import dry_run, preflight
 from megatron_vcpo.checkpoint.model_files import RECORD
 from megatron_vcpo.rollout.stopping import describe_stops, sampling
 from tests.oracle.command_line import CommandLine
@@ -80,6 +80,16 @@ def test_every_start_takes_all_ends_of_its_files(
     assert drawn.stop == ("~", "ab", "\n~")  # the engine looks for the text of special tokens, too
     text = dry_run.report(args, config, character_tokenizer())
     assert re.search(r"a response ends at +tokens 1 '<eos>', 5 '\"', 7 '\$', 9 '&', .*; text '~', 'ab', '\\n~'", text)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_judge_sees_no_end_that_the_files_name(
+    start: Callable[[CommandLine, Path], list[str]], line: CommandLine, tmp_path: Path
+) -> None:
+    inputs = preflight.check(*line.parse(*start(line, tmp_path), "--vcpo-dry-run"))
+    assert inputs.files.end_ids == [5, 9]
+    two = inputs.tokenizer.encode("2")
+    assert inputs.decode([*two, 9]) == inputs.decode([*two, 5]) == inputs.decode([*two, EOS]) == "2"
 
 
 def test_a_tokenizer_alone_gives_its_end_of_text(line: CommandLine) -> None:
