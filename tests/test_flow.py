@@ -12,6 +12,7 @@ import pytest
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.environments import EnvironmentSetupError, Prompt
 from megatron_vcpo.flow import BaseFlow, StepBatch
+from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout_flow import RolloutFlow
 from megatron_vcpo.supervised_flow import SupervisedFlow
 from tests.oracle.single_process import single_process_megatron
@@ -64,7 +65,7 @@ def test_samples_show_a_response_as_the_judge_sees_it(tmp_path):
     flow = SimpleNamespace(
         config=PluginConfig(),
         args=SimpleNamespace(rank=0),
-        inputs=SimpleNamespace(tokenizer=tokenizer),
+        inputs=SimpleNamespace(tokenizer=tokenizer, decode=ResponseDecoder(tokenizer)),
         run_dir=tmp_path,
         sampler=SimpleNamespace(drawn=0),
         _samples=None,
