@@ -30,7 +30,7 @@ from megatron_vcpo.mcore.reductions import agree, from_last_stage, is_last_stage
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.mcore.route_books import route_metrics
 from megatron_vcpo.mcore.router_replay import RouterReplay
-from megatron_vcpo.mcore.router_state import ExpertBiases
+from megatron_vcpo.mcore.router_state import ExpertBiases, RouterLog
 from megatron_vcpo.mcore.soundness import broken_parameter, gradients_finite
 from megatron_vcpo.mcore.step_statistics import StepStatistics
 from megatron_vcpo.objective import (
@@ -103,6 +103,7 @@ class PolicyStep:
         self._scored_fallbacks = 0.0
         self._measuring_overflowed = False
         self._expert_biases: ExpertBiases | None = None
+        self._router_log: RouterLog | None = None
         self._context = OutputContext(
             vocab_size=settings.vocab_size,
             temperature=settings.temperature,
@@ -135,6 +136,7 @@ class PolicyStep:
             self._exclusions.begin(trajectories)
         self.repeat = False
         self._expert_biases = ExpertBiases(model)
+        self._router_log = RouterLog()
         self._lag = lag
         self.skip_reason = ""
         self._prepare(model, forward_backward)
@@ -508,6 +510,8 @@ class PolicyStep:
         batch = self._current()
         if not success and self._expert_biases is not None:
             self._expert_biases.restore()  # Megatron moves them before the update that was then not made
+        if self.repeat and self._router_log is not None:
+            self._router_log.restore()  # the attempt that counts logs its own
         result = {
             **self._result,
             "grad_norm": math.nan if grad_norm is None else float(grad_norm),

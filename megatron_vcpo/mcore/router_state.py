@@ -1,4 +1,4 @@
-"""Routers that keep still: frozen weights, frozen expert biases, and biases put back after a skipped step."""
+"""Routers that keep still: frozen weights, frozen expert biases, and what a step that was not taken left put back."""
 
 from __future__ import annotations
 
@@ -49,6 +49,25 @@ class ExpertBiases:
         """Put them back in place."""
         for bias, saved in self._saved:
             bias.copy_(saved)
+
+
+class RouterLog:
+    """What Megatron has logged of the routers' losses so far: every training forward adds to it."""
+
+    def __init__(self) -> None:
+        """Copy it; a model without experts has none."""
+        self._saved = {name: entry.values.clone() for name, entry in _logged()}
+
+    def restore(self) -> None:
+        """Forget what passes have added since."""
+        for name, entry in _logged():
+            entry.values.copy_(self._saved.get(name, torch.zeros_like(entry.values)))
+
+
+def _logged() -> Iterator[tuple[str, Any]]:
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    yield from get_moe_metrics_tracker().metrics.items()
 
 
 def _routers(model: Sequence[Any]) -> Iterator[Any]:

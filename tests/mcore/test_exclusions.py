@@ -117,9 +117,12 @@ def test_a_reference_that_is_not_finite_takes_its_trajectory_out_before_the_step
 
 @pytest.mark.parametrize("what", ["nan", "policy"])
 def test_auxiliary_losses_of_experts_and_their_counts_do_not_see_it(groups, what):
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+
     routers = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
-    found = []
+    found, logged = [], []
     for whole in (False, True):
+        destroy_moe_metrics_tracker()
         batch = minibatch()
         tiny = build_tiny_gpt(groups, size=Size(experts=4), **routers)
         vcpo = register(tiny, VCPOConfig(tokens_per_micro_batch=SEQUENCE * 4))
@@ -130,7 +133,10 @@ def test_auxiliary_losses_of_experts_and_their_counts_do_not_see_it(groups, what
         else:
             batch[BROKEN] = spoilt(batch, what)
         found.append(run_step(tiny, vcpo, batch))
+        logged.append({name: entry.values.tolist() for name, entry in get_moe_metrics_tracker().metrics.items()})
     assert_equal_steps(found[1], found[0], of=8)
+    assert logged[1] == logged[0]
+    assert set(logged[0]) == {"load_balancing_loss", "z_loss"}
 
 
 def test_a_loop_that_does_not_repeat_skips_the_step_and_the_next_minibatch_begins_anew(groups):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron_vcpo.mcore.router_state import RouterLog
+
 _CHANGED = ("grad_sync_func", "no_sync_func", "moe_grad_scale_func", "finalize_model_grads_func")
 
 
@@ -49,17 +51,15 @@ def router_statistics_kept(model: list[Any]) -> Iterator[None]:
 
     A pass more than the step's own would count every token twice.
     """
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.router import TopKRouter
 
     routers = [module for chunk in model for module in chunk.modules() if isinstance(module, TopKRouter)]
     buffers = [(buffer, buffer.clone()) for router in routers for buffer in router.buffers()]
-    logged = {name: entry.values.clone() for name, entry in get_moe_metrics_tracker().metrics.items()}
+    log = RouterLog()
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-            for name, entry in get_moe_metrics_tracker().metrics.items():
-                entry.values.copy_(logged.get(name, torch.zeros_like(entry.values)))
+        log.restore()
