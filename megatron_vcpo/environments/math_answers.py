@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from decimal import Decimal
 from typing import Any
 
 from megatron_vcpo.environments.answers import boxes
@@ -20,6 +21,16 @@ _FULL_STOP = re.compile(r"(?<=[\w}$)])\.$")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:\\[ ,!]|~|[ \u00a0\u2009\u202f])\d{3})+(?:\.\d+)?")  # 1 200, 1\,200
 _MIXED = re.compile(r"(\d+)\s+(\d+)\s*/\s*(\d+)")  # 1 1/2
 _STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}|[*_`$\"]|\\[ ,!]")
+_MINUS = re.compile(
+    r"(^|[:=(,]|\b(?:is|equals)\b)([ \t*_]*)(?:[-\u2212\u2013]|\b(?:minus|negative)\b)"
+    r"[ \t]*(?:\\?\$|[€£])?[ \t]*(?=\.?\d)",
+    re.I,
+)  # - 3, minus 3, -$3
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = "|".join(_SCALES)
+_SCALED = re.compile(
+    rf"(?<![\w.,/^])(\d+(?:,\d{{3}})*(?:\.\d+)?)(?:\s+({_SCALE})\b|\s*\\(?:text|mathrm)\s*\{{\s*({_SCALE})\s*\}})", re.I
+)  # 2.5 million
 _WORDS = re.compile(r"[^\W\d_]+(?:[ ,.'’-]+[^\W\d_]+)*")
 _SAID = re.compile(r"\banswer\s*(?:is\s*:?|:)(.+)", re.I)
 
@@ -38,6 +49,7 @@ def given_answer(response: str) -> str | None:
     heading_after = False
     for mark in reversed(list(_MARK.finditer(response))):
         line, end = _line_after(response, mark.end())
+        line = _spelled(line)
         kind = _kind(line)
         if kind != "heading":
             if not (found and found[-1].start >= end and (heading_after or kind == "prose")):
@@ -46,7 +58,7 @@ def given_answer(response: str) -> str | None:
         heading_after = True
     if found:
         return last_boxes(response)
-    return _MARKED_LINE.sub("", response)
+    return _spelled(_MARKED_LINE.sub("", response).strip())
 
 
 def whole_answer(text: str) -> str | None:
@@ -81,7 +93,7 @@ def boxed_answer(text: str) -> str | None:
 
 def boxed(answer: str) -> str:
     """An answer as math-verify reads it as a whole, in a spelling that it knows."""
-    answer = _FULL_STOP.sub("", answer.strip())
+    answer = _spelled(_FULL_STOP.sub("", answer.strip()))
     if _GROUPED.fullmatch(answer):
         answer = re.sub(r"\\[ ,!]|[^-+\d.]", "", answer)
     if (mixed := _MIXED.fullmatch(answer)) is not None:
@@ -89,10 +101,22 @@ def boxed(answer: str) -> str:
     return f"\\boxed{{{answer}}}"
 
 
+def _spelled(text: str) -> str:
+    """A minus before a number as math-verify reads it, and 2.5 million in figures: it would leave out either."""
+    text = _MINUS.sub(r"\1\2-", text)
+    return _SCALED.sub(_in_figures, text)
+
+
+def _in_figures(match: re.Match[str]) -> str:
+    number = Decimal(match[1].replace(",", "")) * _SCALES[(match[2] or match[3]).lower()]
+    return f"{number.normalize():f}"
+
+
 def is_equal(right: str, given: str) -> bool:
     """Whether an answer as math-verify reads it has the value of the right one."""
     from math_verify import verify
 
+    right = _spelled(right)
     golds = [right]
     if (count := _COUNT.fullmatch(right)) is not None:
         golds.append(count[1])

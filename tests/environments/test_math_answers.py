@@ -72,6 +72,30 @@ BOXES = [
     ("18 dollars", "\\boxed{19}", 0),
     ("4 million", "\\boxed{4}", 0),
 ]
+SIGNS_AND_SCALES = [
+    ("-3", "#### - 3", 1),
+    ("3", "#### - 3", 0),
+    ("-3", "#### \u22123", 1),
+    ("-3", "#### -$3.00", 1),
+    ("-3", "#### negative 3", 1),
+    ("3", "#### negative 3", 0),
+    ("-3", "#### minus 3 degrees", 1),
+    ("-3", "#### Final Answer\n\u22123", 1),
+    ("-3", "The answer is \u22123.", 1),
+    ("-3", "\\boxed{\u20133}", 1),
+    ("-3", "\\boxed{-\\$3}", 1),
+    ("2", "\\boxed{5 - 3}", 1),
+    ("7", "We have:\n- 3 apples\n- 4 pears\nThe answer is 7.", 1),
+    ("2500000", "#### $2.5 million", 1),
+    ("2.5", "#### 2.5 million", 0),
+    ("3", "#### 3 thousand dollars", 0),
+    ("3000", "#### 3 thousand dollars", 1),
+    ("3 dozen", "#### 36 eggs", 1),
+    ("2500000", "\\boxed{2.5\\text{ million}}", 1),
+    ("2.5 million", "\\boxed{2500000}", 1),
+    ("750000", "#### 3/4 million", 0),
+    ("5", "9" * 100_000, 0),
+]
 WORDS = [
     ("Paris", "\\boxed{\\text{Paris}}", 1),
     ("Paris", "\\boxed{Pairs}", 0),
@@ -106,7 +130,7 @@ def task(tmp_path):
     return lambda **options: JsonlMath(split="train", seed=0, path=path, **options)
 
 
-@pytest.mark.parametrize(("answer", "response", "reward"), HEADINGS + BOXES + WORDS + REASONING)
+@pytest.mark.parametrize(("answer", "response", "reward"), HEADINGS + BOXES + SIGNS_AND_SCALES + WORDS + REASONING)
 def test_an_answer_is_found_where_it_stands(task, answer, response, reward):
     assert task().reward(Prompt(text="?", answer=answer), response) == reward
 
