@@ -72,14 +72,14 @@ def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
             draw_prompt(evaluation, 0)
     except EnvironmentSetupError as error:
         raise ConfigError(str(error)) from error
-    files = _files(args, config, tokenizer, vocab_size)
+    files, ends = _files(args, config, tokenizer, vocab_size)
     return Inputs(
         environment=environment,
         eval_environment=evaluation,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         files=files,
-        decode=ResponseDecoder(tokenizer, files.end_ids),
+        decode=ResponseDecoder(tokenizer, ends),
     )
 
 
@@ -234,8 +234,11 @@ def _vocab_size(args: argparse.Namespace, config: PluginConfig, tokens: int) -> 
     return vocab_size
 
 
-def _files(args: argparse.Namespace, config: PluginConfig, tokenizer: Any, vocab_size: int) -> ModelFiles:
-    """What belongs to the model; the tokens that end a response are entered into the configuration."""
+def _files(
+    args: argparse.Namespace, config: PluginConfig, tokenizer: Any, vocab_size: int
+) -> tuple[ModelFiles, frozenset[int]]:
+    """What belongs to the model, and the tokens that its files, and those of the engine's folder, name as ends; all
+    that end a response are entered into the configuration."""
     rollout, source, quantized = config.rollout, config.vcpo.load_hf, config.rollout.engine_quantization
     folder = str(rollout.tokenizer)
     try:
@@ -254,7 +257,7 @@ def _files(args: argparse.Namespace, config: PluginConfig, tokenizer: Any, vocab
             files.require_tokenizer(folder, "--rollout-tokenizer")
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    return files
+    return files, frozenset(token for model in models for token in model.end_ids)
 
 
 def _check_first_prompt(environment: Environment, tokenizer: Any, config: PluginConfig) -> None:

@@ -92,6 +92,16 @@ def test_the_judge_sees_no_end_that_the_files_name(
     assert inputs.decode([*two, 9]) == inputs.decode([*two, 5]) == inputs.decode([*two, EOS]) == "2"
 
 
+def test_ends_of_the_engine_s_own_folder_stop_it_and_are_not_judged(line: CommandLine, tmp_path: Path) -> None:
+    write(tmp_path / "engine", "config.json", model_type="llama", eos_token_id=11)
+    flags = [*start_from_hugging_face(line, tmp_path), "--rollout-engine-quantization", str(tmp_path / "engine")]
+    args, config = line.parse(*flags, "--vcpo-dry-run")
+    inputs = preflight.check(args, config)
+    assert config.rollout.stop_token_ids == [EOS, 5, 9, 11]
+    two = inputs.tokenizer.encode("2")
+    assert inputs.decode([*two, 11]) == inputs.decode([*two, 9]) == "2"
+
+
 def test_a_tokenizer_alone_gives_its_end_of_text(line: CommandLine) -> None:
     args, config = line.check()
     assert config.rollout.stop_token_ids == [EOS]
