@@ -119,7 +119,8 @@ class PackedCoreAttention(torch.nn.Module):
         out = torch.zeros(*query.shape[:2], value.size(2), dtype=query.dtype, device=query.device)
         for rows in padded_batches(packed_seq_params.cu_seqlens_q):  # [b, s], -1 on padding
             real = rows >= 0
-            index = rows.clamp(min=0)
+            # Padding repeats rows of its own sequence: with another's, a NaN there would pass over as 0 * NaN.
+            index = torch.where(real, rows, rows[:, :1])
             attended = self._attend(*(x[index].transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
             out = out.index_put((rows[real],), attended[real])
         return out.reshape(out.size(0), -1)

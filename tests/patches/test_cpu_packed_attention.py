@@ -64,6 +64,24 @@ def test_packed_attention_equals_one_dense_attention_per_sequence_forward_and_ba
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_a_sequence_that_is_not_finite_leaves_the_others_alone(spoilt):
+    torch.manual_seed(0)
+    lengths = [9, 8, 7]
+    packed = types.SimpleNamespace(cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
+    own = torch.arange(3).repeat_interleave(torch.tensor(lengths)) == spoilt
+    clean = [torch.randn(24, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    weight = torch.randn(24, 32, dtype=torch.float64)[~own]
+    results = []
+    for fill in (0.0, torch.nan):
+        inputs = [x.masked_fill(own[:, None, None], fill).requires_grad_() for x in clean]
+        out = PackedCoreAttention(config(), 1)(*inputs, packed_seq_params=packed)[~own]
+        gradients = torch.autograd.grad((out * weight).sum(), inputs)
+        results.append([out, *(g[~own] for g in gradients)])
+    for expected, found in zip(*results):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("window", [None, 0, 3])
 def test_windows_and_sinks_equal_one_dense_attention_per_sequence_forward_and_backward(window):
     torch.manual_seed(0)
