@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ class Trainer:
     groups: Any
     step: Any
     gatherer: Any
+    set_weights: Callable[[Callable[[str], torch.Tensor]], None]  # from whole tensors by their Hugging Face names
+    losses: list[dict[str, torch.Tensor]] = field(default_factory=list)  # what the schedule returned of the last step
 
     def train(self, trajectories: Sequence[Trajectory], lag: float = 0.0) -> dict[str, float]:
         """One optimizer step; its metrics."""
@@ -82,7 +85,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         feeds = [self.step.data_iterator() for _ in self.model]
-        schedule(
+        self.losses = schedule(
             forward_step_func=self.step.forward_step,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=self.model,
@@ -161,7 +164,7 @@ def build(policy: Policy, layout: Layout) -> Trainer:
     from megatron.core.transformer.module import Float16Module
 
     import megatron_vcpo
-    from megatron_vcpo.optim import EssParamScheduler
+    from megatron_vcpo.optim import EssParamScheduler, EssSettings
     from megatron_vcpo.sync.gather import WeightGatherer
     from megatron_vcpo.sync.naming import ModelShape, family_by_name
 
@@ -176,7 +179,8 @@ def build(policy: Policy, layout: Layout) -> Trainer:
     shape = ModelShape.from_megatron(
         config, vocab_size=VOCAB, padded_vocab_size=PADDED_VOCAB, tied_embeddings=policy.tied
     )
-    _set_weights(chunks, family, shape, groups)
+    set_weights = partial(_set_weights, chunks, family, shape, groups)
+    set_weights(named_weights({name: size for spec in family.parameters(shape) for name, size in spec.hf}))
     half = policy.dtype in (torch.float16, torch.bfloat16)
     if half:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -200,7 +204,8 @@ def build(policy: Policy, layout: Layout) -> Trainer:
         config.no_sync_func = model[0].no_sync if len(model) == 1 else [chunk.no_sync for chunk in model]
     rates = {"init_lr": 0.0, "max_lr": 1e-2, "min_lr": 1e-2, "lr_warmup_steps": 0, "lr_decay_steps": 1000}
     decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1000, "wd_incr_style": "constant"}
-    scheduler = EssParamScheduler(optimizer, lr_decay_style="constant", ess=None, **rates, **decay)
+    ess = EssSettings.of(policy.config)
+    scheduler = EssParamScheduler(optimizer, lr_decay_style="constant", ess=ess, **rates, **decay)
     step = megatron_vcpo.register(
         policy.config,
         model=model,
@@ -212,7 +217,7 @@ def build(policy: Policy, layout: Layout) -> Trainer:
         max_response_length=32,
     )
     gatherer = WeightGatherer(model, family, shape, groups, dtype=torch.float32)
-    return Trainer(policy, layout, model, optimizer, scheduler, groups, step, gatherer)
+    return Trainer(policy, layout, model, optimizer, scheduler, groups, step, gatherer, set_weights)
 
 
 _groups_of: tuple[Any, ...] = ()
@@ -264,22 +269,28 @@ def _gpt_model(policy: Policy, layout: Layout, config: Any, vp_stage: int) -> An
     )
 
 
+def named_weights(sizes: Mapping[str, Sequence[int]]) -> Callable[[str], torch.Tensor]:
+    """Weights that follow from their names alone, in fp32, for tensors of the given sizes."""
+
+    def read(name: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(tuple(sizes[name]), generator=generator)
+        return 1.0 + 0.2 * values if len(sizes[name]) == 1 else 0.2 * values
+
+    return read
+
+
 @torch.no_grad()
-def _set_weights(chunks: Sequence[Any], family: Any, shape: Any, groups: Any) -> None:
-    """Weights that follow from their names alone."""
+def _set_weights(
+    chunks: Sequence[Any], family: Any, shape: Any, groups: Any, read: Callable[[str], torch.Tensor]
+) -> None:
+    """Write this rank's shards of whole tensors, which `read` gives by their Hugging Face names."""
     from megatron_vcpo.sync.match import match_model
     from megatron_vcpo.sync.naming import Layout as Place
     from megatron_vcpo.sync.naming import import_shard
     from megatron_vcpo.sync.naming.families import EMBEDDING, OUTPUT_LAYER
 
     specs = {spec.name: spec for spec in family.parameters(shape)}
-    sizes = {name: size for spec in specs.values() for name, size in spec.hf}
-
-    def read(name: str) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(sizes[name], generator=generator)
-        return 1.0 + 0.2 * values if len(sizes[name]) == 1 else 0.2 * values
-
     place = Place.of(groups)
     for name, parameter in match_model(chunks, list(specs.values()), shape, groups).local.items():
         spec = specs[EMBEDDING if name == OUTPUT_LAYER and shape.tied_embeddings else name]
