@@ -90,17 +90,6 @@ def test_it_refuses_to_generate_before_the_first_weights(engine) -> None:
         engine.generate(REQUESTS, Sampling(max_tokens=4), progress=False)
 
 
-def test_stop_tokens_reach_the_engine_in_the_other_process(engine, weights) -> None:
-    engine.update_weights(weights.stream(0), 0)
-    free = engine.generate(REQUESTS, Sampling(max_tokens=24), progress=False)[0]
-    ids = free.response_ids.tolist()
-    assert len(ids) > 2
-    stop = Sampling(max_tokens=24, stop_token_ids=(ids[1],))
-    ended = engine.generate(REQUESTS, stop, progress=False)[0]
-    assert ended.response_ids.tolist() == ids[: ids.index(ids[1]) + 1]
-    assert not ended.truncated
-
-
 def test_every_update_gives_the_logprobs_of_transformers_and_one_message_a_bucket(engine, weights) -> None:
     total = sum(tensor.nbytes for tensor in weights.tensors[0].values())
     for version in range(4):
@@ -111,6 +100,17 @@ def test_every_update_gives_the_logprobs_of_transformers_and_one_message_a_bucke
         assert difference(engine, weights.models[version % 2]) < 1e-4
     scores = engine.score([[*PROMPT, 9, 10]], [4])
     np.testing.assert_allclose(scores[0], tiny_models.logprobs(weights.models[1], [*PROMPT, 9, 10], 4), atol=1e-4)
+
+
+def test_stop_tokens_reach_the_engine_in_the_other_process(engine, weights) -> None:
+    engine.update_weights(weights.stream(0), 3)
+    free = engine.generate(REQUESTS, Sampling(max_tokens=24), progress=False)[0]
+    ids = free.response_ids.tolist()
+    assert len(ids) > 2
+    stop = Sampling(max_tokens=24, stop_token_ids=(ids[1],))
+    ended = engine.generate(REQUESTS, stop, progress=False)[0]
+    assert ended.response_ids.tolist() == ids[: ids.index(ids[1]) + 1]
+    assert not ended.truncated
 
 
 def test_digests_of_a_verified_update_are_those_of_what_was_sent(engine, weights) -> None:

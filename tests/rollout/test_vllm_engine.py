@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_vcpo.private_folder import use_private_folder
 from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Sampling
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from tests.oracle import tiny_models
@@ -84,6 +85,7 @@ def engine(checkpoints, states) -> Iterator[VLLMEngine]:
     )
     torch.manual_seed(77)
     had_groups = torch.distributed.is_initialized()
+    use_private_folder()  # as a run does at its start: the only variables that stay
     states.append(global_state())
     engine = VLLMEngine(settings)
     states.append(global_state())
