@@ -55,6 +55,20 @@ def test_resumed_sampler_draws_what_the_first_would_have_drawn(size, counts, sto
     assert after.skipped == straight.skipped
 
 
+def test_prompts_without_a_token_are_skipped_and_counted():
+    class Spaced(CountedCharacters):
+        def prompt(self, index):
+            return Prompt(text=" ") if index % 2 else super().prompt(index)
+
+    class Stripping:
+        def encode(self, text, **options):
+            return TOKENIZER.encode(text.strip(), **options)
+
+    source = PromptSampler(Spaced(None), Stripping(), seed=3, max_length=20, chat=False)
+    assert [d.prompt_index for d in source.draw(3)] == [0, 2, 4]
+    assert source.skipped == 2
+
+
 def test_prompts_that_are_too_long_are_skipped_and_counted():
     over_long = sampler(5, long=frozenset({1, 4}))
     drawn = over_long.draw(6)

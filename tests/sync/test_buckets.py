@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ def test_every_parameter_travels_once_in_order_and_no_bucket_is_over_the_limit(b
     buckets = plan(Layout(tp_size=2, pp_size=2, ep_size=2, expert_tp_size=1), bucket_bytes)
     assert [spec for bucket in buckets for spec in bucket.specs] == SPECS
     assert all(len(b.specs) == 1 or b.nbytes(ITEM) <= bucket_bytes for b in buckets)
+    elements = sum(math.prod(size) for spec in SPECS for _, size in spec.hf)
+    padding = 2 * (SHAPE.padded_vocab_size - SHAPE.vocab_size) * SHAPE.hidden_size  # of both ends
+    assert sum(b.nbytes(ITEM) // (b.dtype.itemsize if b.dtype else ITEM) for b in buckets) >= elements + padding
     if bucket_bytes == 1:
         assert len(buckets) == len(SPECS)
     else:
