@@ -39,7 +39,7 @@ class Case:
     name: str
     config: VCPOConfig
     tied: bool = False
-    clip: float = 1.0
+    clip: float = 4.0
     spoilt: dict[int, str] = field(default_factory=dict)  # index of a trajectory -> what is not finite in it
     everywhere: bool = True  # in every layout, not on one process alone
 
