@@ -23,7 +23,8 @@ def stop_token_ids(rollout: RolloutConfig, models: Sequence[ModelFiles], tokeniz
         vocab_size: rows of the embedding.
 
     Raises:
-        ConfigError: a token that is not in the vocabulary; the flag or the folder is named.
+        ConfigError: a token that is not in the vocabulary, or an end of the model's that the tokenizer does not have;
+            the flag or the folder is named.
     """
     named = [(f"{files.folder} (eos_token_id)", files.end_ids) for files in models]
     if tokenizer.eos_token_id is not None:
@@ -37,6 +38,13 @@ def stop_token_ids(rollout: RolloutConfig, models: Sequence[ModelFiles], tokeniz
                 raise ConfigError(
                     f"{source} names the stop token {token}, and the vocabulary has the tokens 0 to {vocab_size - 1}; "
                     "correct it."
+                )
+    for files in models:
+        for token in files.end_ids:
+            if token >= len(tokenizer):
+                raise ConfigError(
+                    f"{files.folder} names {token} as the token that ends a response, and --rollout-tokenizer "
+                    f"{rollout.tokenizer} has {len(tokenizer)} tokens: it is the tokenizer of another model."
                 )
     return sorted({token for _, ids in named for token in ids})
 

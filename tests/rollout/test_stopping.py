@@ -115,6 +115,18 @@ def test_nothing_that_ends_a_response_is_said_so(line: CommandLine) -> None:
     assert describe_stops(line.check()[1].rollout) == "nothing but --rollout-max-response-length"
 
 
+def test_the_tokenizer_of_another_model_is_refused(line: CommandLine, tmp_path: Path) -> None:
+    flags = start_from_hugging_face(line, tmp_path)
+    write(tmp_path / "hf", "generation_config.json", eos_token_id=[5, 98])
+    assert ends(line, *flags) == [EOS, 5, 98]
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    write(tmp_path / "hf", "config.json", **(config | {"vocab_size": 128}))
+    write(tmp_path / "hf", "generation_config.json", eos_token_id=[5, 100])
+    said = line.refusal(*flags, "--vocab-size", "128")
+    assert "names 100 as the token that ends a response" in said
+    assert said.endswith("has 99 tokens: it is the tokenizer of another model.")
+
+
 @pytest.mark.parametrize("token", ["-1", "99", str(10**12)])
 def test_a_stop_token_outside_the_vocabulary_is_refused(token: str, line: CommandLine) -> None:
     said = line.refusal("--vocab-size", "99", "--rollout-stop-token-ids", "3", token)
