@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 from megatron_vcpo.checkpoint.convert_folder import PartialFolder
 from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.files import replace_bytes
 
 RECORD = "huggingface"
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -167,12 +167,7 @@ def write_folder(target: str | Path, entries: dict[str, Path | str]) -> None:
         if path.is_file() and path.read_bytes() == content:
             continue
         path.parent.mkdir(exist_ok=True)
-        part = path.with_name(path.name + ".tmp")
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
+        replace_bytes(path, content)
 
 
 def write_into(folder: PartialFolder, entries: dict[str, Path | str], *, under: str = "") -> None:
