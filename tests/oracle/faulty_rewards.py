@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vcpo.environments.protocol import EnvironmentSetupError, Prompt
+
+
+def foreign_descriptors() -> list[int]:
+    """Every open one but the standard three; their numbers are those of the trainer, which may have hundreds open."""
+    return [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]
 
 
 class Unspeakable(Exception):
@@ -108,7 +114,7 @@ class FaultyRewards:
         return 1.0
 
     def do_scribble(self, _argument: str):
-        for descriptor in range(3, 64):
+        for descriptor in foreign_descriptors():
             try:
                 os.write(descriptor, b"not for you" * 9)
             except OSError:
@@ -116,7 +122,9 @@ class FaultyRewards:
         return 1.0
 
     def do_close(self, _argument: str):
-        os.closerange(3, 64)
+        for descriptor in foreign_descriptors():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
         time.sleep(60)
 
     def do_print(self, argument: str):
