@@ -36,7 +36,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.12",
-    packages=find_packages(include=["megatron_vcpo", "megatron_vcpo.*", "patches", "patches.*"]),
+    packages=find_packages(include=["megatron_vcpo", "megatron_vcpo.*"]),
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
 )

@@ -71,7 +71,7 @@ def build_model(size: Size, seed: int) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from patches.cpu_packed_attention import PackedCoreAttention
+    from megatron_vcpo.patches.cpu_packed_attention import PackedCoreAttention
 
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention

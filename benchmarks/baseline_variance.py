@@ -51,12 +51,7 @@ from benchmarks._sorting_policy import (
     weighted_gradient,
     weights,
 )
-from megatron_vcpo.objective import (
-    advantage_scales,
-    effective_sample_size,
-    mean_baseline,
-    sequence_log_weights,
-)
+from megatron_vcpo.objective import advantage_scales, effective_sample_size, mean_baseline, sequence_log_weights
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import Size
 

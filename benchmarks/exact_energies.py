@@ -21,9 +21,9 @@ import torch
 import megatron_vcpo
 from benchmarks.step_overhead import make_trajectories, vcpo_step
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.packing import MicroBatch, RowAlignment, build_micro_batch
-from megatron_vcpo.rollout.trajectory import Trajectory
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import Size, TinyGPT, build_tiny_gpt
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.packing import MicroBatch
-from megatron_vcpo.rollout.trajectory import Trajectory
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import Size, TinyGPT, build_tiny_gpt, optimizer_step
 

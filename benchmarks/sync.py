@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.checkpoint.description import ModelFacts, describe_megatron
 from megatron_vcpo.checkpoint.hf_config import hf_config_from_megatron
 from megatron_vcpo.config import SyncConfig
-from megatron_vcpo.rollout import vllm_weights
-from megatron_vcpo.rollout.engine_process import ProcessEngine
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine
+from megatron_vcpo.engines.process import ProcessEngine
+from megatron_vcpo.engines.vllm import weights as vllm_weights
+from megatron_vcpo.engines.vllm.engine import VLLMEngine
+from megatron_vcpo.models.description import ModelFacts, describe_megatron
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from tests.oracle.single_process import single_process_megatron
 
@@ -66,7 +66,7 @@ def settings(folder: Path, config: Any, facts: ModelFacts) -> Any:
     """Of engines with dummy weights and a tokenizer of one letter per token."""
     import json
 
-    from megatron_vcpo.rollout.vllm_engine import VLLMSettings
+    from megatron_vcpo.engines.vllm.engine import VLLMSettings
     from tests.oracle.tiny_models import character_tokenizer
 
     fields = hf_config_from_megatron(config, facts, dtype=torch.float32)

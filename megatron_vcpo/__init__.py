@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from patches import modelopt_without_vllm
+from megatron_vcpo.patches import modelopt_without_vllm
 
 modelopt_without_vllm.apply()  # here, since it has to come before any import of Megatron
 
@@ -16,7 +16,7 @@ __all__ = ["__version__", "register"]
 def __getattr__(name: str) -> Any:
     # Lazy: reward processes and the dry run import the package without wanting Megatron in memory.
     if name == "register":
-        from megatron_vcpo.api import register
+        from megatron_vcpo.registration import register
 
         return register
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

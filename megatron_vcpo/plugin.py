@@ -15,20 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_vcpo import phases
-from megatron_vcpo.agreement import raise_together
-from megatron_vcpo.api import equip, packing_settings
 from megatron_vcpo.checkpoint import guard
+from megatron_vcpo.checkpoint.save_folder import set_aside
 from megatron_vcpo.config import PluginConfig
-from megatron_vcpo.flow import BaseFlow, StepBatch
-from megatron_vcpo.mcore.packing import MicroBatch
-from megatron_vcpo.mcore.policy_step import PolicyStep, StepSettings
-from megatron_vcpo.mcore.reductions import collective_device
-from megatron_vcpo.mcore.router_state import freeze_routers
-from megatron_vcpo.model import model_description, padded_vocab_size
-from megatron_vcpo.optim import EssParamScheduler, EssSettings
-from megatron_vcpo.preflight import Inputs
-from megatron_vcpo.resume import (
+from megatron_vcpo.flow.base import BaseFlow, StepBatch
+from megatron_vcpo.flow.policy_model import model_description, padded_vocab_size
+from megatron_vcpo.flow.resume import (
     as_tensors,
     load_flow_state,
     load_reference,
@@ -36,9 +28,13 @@ from megatron_vcpo.resume import (
     save_model_files,
     save_reference,
 )
-from megatron_vcpo.save_folder import set_aside
-from megatron_vcpo.watchdog import Watchdog
-from patches import (
+from megatron_vcpo.launch.preflight import Inputs
+from megatron_vcpo.mcore.packing import MicroBatch
+from megatron_vcpo.mcore.reductions import collective_device
+from megatron_vcpo.mcore.routers.state import freeze_routers
+from megatron_vcpo.mcore.step.policy_step import PolicyStep, StepSettings
+from megatron_vcpo.optim import EssParamScheduler, EssSettings
+from megatron_vcpo.patches import (
     checkpoint_unpickling,
     cpu_packed_attention,
     distributed_optimizer_torch_adam,
@@ -49,6 +45,10 @@ from patches import (
     save_before_first_update,
     whole_tracker,
 )
+from megatron_vcpo.registration import equip, packing_settings
+from megatron_vcpo.runtime import phases
+from megatron_vcpo.runtime.agreement import raise_together
+from megatron_vcpo.runtime.watchdog import Watchdog
 
 FlowFactory = Callable[[argparse.Namespace, PluginConfig, Inputs], BaseFlow]
 

@@ -16,13 +16,13 @@ from megatron_vcpo.train import end_with_owner, run
 
 if TYPE_CHECKING:
     from megatron_vcpo.config import PluginConfig
-    from megatron_vcpo.flow import BaseFlow
-    from megatron_vcpo.preflight import Inputs
+    from megatron_vcpo.flow.base import BaseFlow
+    from megatron_vcpo.launch.preflight import Inputs
 
 
 def adjust(config: PluginConfig) -> None:
     """What differs from reinforcement learning in the plugin's settings."""
-    config.vcpo.loss = "megatron_vcpo.supervised_flow:supervised_loss"
+    config.vcpo.loss = "megatron_vcpo.flow.supervised:supervised_loss"
     config.vcpo.ess_scaling = "off"
     config.vcpo.baseline = "none"
     config.vcpo.energy = "logit"
@@ -36,7 +36,7 @@ def main() -> None:
     """Run Megatron's pretrain() on the environment's answers."""
 
     def answers(args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> BaseFlow:
-        from megatron_vcpo.supervised_flow import SupervisedFlow
+        from megatron_vcpo.flow.supervised import SupervisedFlow
 
         return SupervisedFlow(args, config, inputs)
 

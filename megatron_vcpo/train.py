@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_vcpo.config import PluginConfig
-    from megatron_vcpo.flow import BaseFlow
+    from megatron_vcpo.flow.base import BaseFlow
+    from megatron_vcpo.launch.preflight import Inputs
     from megatron_vcpo.plugin import FlowFactory, MegatronPlugin
-    from megatron_vcpo.preflight import Inputs
 
 
 def main() -> None:
     """Reinforcement learning: Megatron's pretrain() with rollouts."""
 
     def rollouts(args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> BaseFlow:
-        from megatron_vcpo.rollout_flow import RolloutFlow
+        from megatron_vcpo.flow.colocated import RolloutFlow
 
         return RolloutFlow(args, config, inputs)
 
@@ -48,7 +48,7 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
     with _ended_at_once_by_interrupts():
         args, config, inputs = _prepare(adjust)
     if config.vcpo.dry_run:
-        from megatron_vcpo.dry_run import report
+        from megatron_vcpo.launch.dry_run import report
 
         if args.rank == 0:
             print(report(args, config, inputs.tokenizer))
@@ -79,7 +79,7 @@ def _ended_at_once_by_interrupts() -> Iterator[None]:
 
 def _prepare(adjust: Callable[[PluginConfig], None] | None) -> tuple[argparse.Namespace, PluginConfig, Inputs]:
     """The flags, checked, and what the checks opened; exits with code 2 after one sentence."""
-    from patches import megatron_cpu
+    from megatron_vcpo.patches import megatron_cpu
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -89,11 +89,11 @@ def _prepare(adjust: Callable[[PluginConfig], None] | None) -> tuple[argparse.Na
     _be_one_process_without_torchrun()
     megatron_cpu.install()
     megatron_cpu.patch_megatron()
-    from megatron_vcpo import preflight
-    from megatron_vcpo.arguments import finish, make_global, parse
     from megatron_vcpo.config import ConfigError
-    from megatron_vcpo.folder_lock import FolderClaim
-    from megatron_vcpo.private_folder import use_private_folder
+    from megatron_vcpo.launch import preflight
+    from megatron_vcpo.launch.flags import finish, make_global, parse
+    from megatron_vcpo.launch.folder_lock import FolderClaim
+    from megatron_vcpo.runtime.private_folder import use_private_folder
 
     try:
         args, config = parse(adjust)
@@ -132,8 +132,8 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_vcpo.failures import failure_sentence
-    from megatron_vcpo.watchdog import EXIT_CODE, peer_is_gone
+    from megatron_vcpo.launch.failures import failure_sentence
+    from megatron_vcpo.runtime.watchdog import EXIT_CODE, peer_is_gone
 
     with _ended_at_once_by_interrupts():
         plugin, model_config = _plugin(args, config, inputs, flow)
@@ -180,9 +180,9 @@ def _plugin(
     """The plugin in Megatron's seams, and the model's configuration."""
     from megatron.training.argument_utils import gpt_config_from_args
 
+    from megatron_vcpo.patches import megatron_cpu
     from megatron_vcpo.plugin import MegatronPlugin
-    from megatron_vcpo.watchdog import end_with_torchrun
-    from patches import megatron_cpu
+    from megatron_vcpo.runtime.watchdog import end_with_torchrun
 
     end_with_torchrun(args.rank)
     megatron_cpu.patch_training()

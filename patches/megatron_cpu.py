@@ -1,6 +1,6 @@
 """Megatron-Core and megatron.training on a CPU over gloo: the patches that belong together, in the order they need.
 
-    from patches import megatron_cpu
+    from megatron_vcpo.patches import megatron_cpu
     megatron_cpu.install()         # before the first import of megatron
     megatron_cpu.patch_megatron()  # any time after
     megatron_cpu.patch_training()  # before megatron.training.pretrain()
@@ -10,7 +10,7 @@ All three do nothing where CUDA works.
 
 from __future__ import annotations
 
-from patches import torch_cuda_alias
+from megatron_vcpo.patches import torch_cuda_alias
 
 _patched: set[str] = set()
 
@@ -30,7 +30,7 @@ def patch_megatron() -> None:
     if not active() or "core" in _patched:
         return
     _patched.add("core")
-    from patches import (
+    from megatron_vcpo.patches import (
         cpu_packed_rope,
         distributed_optimizer_torch_adam,
         gloo_uneven_collectives,
@@ -52,6 +52,6 @@ def patch_training() -> None:
     if not active() or "training" in _patched:
         return
     _patched.add("training")
-    from patches import training_without_cuda
+    from megatron_vcpo.patches import training_without_cuda
 
     training_without_cuda.apply()

@@ -1,7 +1,7 @@
 """`--help` of Megatron's parser dies with "unsupported format character": some help texts hold a bare percent sign.
 
 Versions: megatron-core 0.19.2 (Python's argparse formats help texts with %).
-No longer needed when `tests/test_arguments.py::test_megatron_help_still_holds_a_bare_percent_sign` fails.
+No longer needed when `tests/launch/test_flags.py::test_megatron_help_still_holds_a_bare_percent_sign` fails.
 """
 
 from __future__ import annotations

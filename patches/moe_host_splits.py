@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from patches import torch_cuda_alias
+from megatron_vcpo.patches import torch_cuda_alias
 
 
 def apply() -> None:

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_vcpo.checkpoint.convert_read import TRACKER
-from megatron_vcpo.files import replace_bytes, sync
+from megatron_vcpo.checkpoint.convert.read import TRACKER
+from megatron_vcpo.runtime.files import replace_bytes, sync
 
 
 class _Storage:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_vcpo.config import RolloutConfig, SyncConfig, VCPOConfig
 from megatron_vcpo.environments import make_environment
-from megatron_vcpo.flow import _COUNTED, _RENAMED
+from megatron_vcpo.flow.base import _COUNTED, _RENAMED
 from megatron_vcpo.objective import LossInputs, load_loss, vcpo_loss
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -10,8 +10,8 @@ from pathlib import Path
 # Run by its path, a script sees only its own folder, and the package is not installed in the CPU environment.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_vcpo.checkpoint.convert_quiet import be_quiet
-from patches import megatron_cpu
+from megatron_vcpo.checkpoint.convert.warnings import be_quiet
+from megatron_vcpo.patches import megatron_cpu
 
 _EPILOG = """\
 SOURCE is what training wrote, from any layout; optimizer state is left out. While it runs, everything is in
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 after one sentence on stderr, 130 when interrupted."""
     be_quiet()
     megatron_cpu.install()
-    from megatron_vcpo.checkpoint import convert_command
+    from megatron_vcpo.checkpoint.convert import command as convert_command
 
     parser = convert_command.conversion_parser(
         "Convert a distributed checkpoint that training saved to Hugging Face, one output file in memory at a time.",

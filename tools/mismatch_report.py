@@ -12,8 +12,8 @@ from pathlib import Path
 # Run by its path, a script sees only its own folder, and the package is not installed in the CPU environment.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_vcpo.checkpoint.convert_quiet import be_quiet
-from patches import megatron_cpu
+from megatron_vcpo.checkpoint.convert.warnings import be_quiet
+from megatron_vcpo.patches import megatron_cpu
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _EPILOG = """\
@@ -75,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--trajectories must be at least 1.")
     be_quiet()
     megatron_cpu.install()
-    from megatron_vcpo.checkpoint.errors import CheckpointError
-    from megatron_vcpo.mcore.router_replay import ReplayError
-    from megatron_vcpo.rollout.engine import EngineError
-    from megatron_vcpo.rollout.saved_batch import SavedBatchError
+    from megatron_vcpo.data.saved_batch import SavedBatchError
+    from megatron_vcpo.engines.protocol import EngineError
+    from megatron_vcpo.mcore.routers.replay import ReplayError
+    from megatron_vcpo.models.errors import CheckpointError
 
     try:
         _run(options)
@@ -92,12 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from megatron_vcpo.checkpoint.convert_model import single_process
-    from megatron_vcpo.observability.mismatch import advice, table
-    from megatron_vcpo.observability.mismatch_measure import Options, measure, usable
-    from megatron_vcpo.observability.mismatch_picture import draw
-    from megatron_vcpo.observability.mismatch_scores import open_weights
-    from megatron_vcpo.rollout.saved_batch import load_batch
+    from megatron_vcpo.data.saved_batch import load_batch
+    from megatron_vcpo.diagnostics.mismatch.measure import Options, measure, usable
+    from megatron_vcpo.diagnostics.mismatch.picture import draw
+    from megatron_vcpo.diagnostics.mismatch.report import advice, table
+    from megatron_vcpo.diagnostics.mismatch.scores import open_weights
+    from megatron_vcpo.models.offline import single_process
 
     trajectories, origin = load_batch(options.batch)
     chosen = usable(trajectories, origin, options.trajectories)

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_vcpo.observability.metrics import MetricsFileError
-from megatron_vcpo.observability.report import PICTURE_FILE, plot_run, plot_runs
+from megatron_vcpo.observability.picture import PICTURE_FILE, plot_run, plot_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,10 +11,10 @@ from pathlib import Path
 # Run by its path, a script sees only its own folder, and the package is not installed in the CPU environment.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.checkpoint.quantize import CONFIGURATIONS, QuantizeOptions, quantize, require_optimizer
+from megatron_vcpo.checkpoint.quantize.calibrate import CONFIGURATIONS, QuantizeOptions, quantize, require_optimizer
 from megatron_vcpo.environments import EnvironmentSetupError, draw_prompt, make_environment
 from megatron_vcpo.environments.questions import strict_json
+from megatron_vcpo.models.errors import CheckpointError
 
 _LARGEST = 1 << 20  # prompts, or tokens of one: far beyond any calibration, within any memory
 _DRAWS = 10  # prompts looked at for each that is needed, where some come again

@@ -11,15 +11,15 @@ from pathlib import Path
 # Run by its path, a script sees only its own folder, and the package is not installed in the CPU environment.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_vcpo.checkpoint.convert_quiet import be_quiet
-from patches import megatron_cpu
+from megatron_vcpo.checkpoint.convert.warnings import be_quiet
+from megatron_vcpo.patches import megatron_cpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 for the same model, 3 for another, 1 after one sentence on stderr."""
     be_quiet()
     megatron_cpu.install()
-    from megatron_vcpo.checkpoint import convert_command
+    from megatron_vcpo.checkpoint.convert import command as convert_command
 
     parser = argparse.ArgumentParser(
         description="Compare two checkpoints, tensor by tensor and by the logits of a few prompts.",

@@ -13,11 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Run by its path, a script sees only its own folder.
 sys.path.insert(0, str(ROOT))
 
-from patches import megatron_cpu  # noqa: E402
+from megatron_vcpo.patches import megatron_cpu  # noqa: E402
 
 megatron_cpu.install()
 
-from megatron_vcpo import arguments, config  # noqa: E402
+from megatron_vcpo import config  # noqa: E402
+from megatron_vcpo.launch import flags as arguments
 
 TARGET = ROOT / "docs" / "flags.md"
 TOPICS: dict[str, tuple[str, ...]] = {

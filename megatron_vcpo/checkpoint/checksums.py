@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 
 import torch.distributed as dist
 
-from megatron_vcpo.agreement import raise_together
-from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.files import replace_bytes
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.runtime.agreement import raise_together
+from megatron_vcpo.runtime.files import replace_bytes
 
 MANIFEST = "vcpo_checksums.json"
 ROLLOUT_STATE = "train_dataloader_dprank"  # how the names of these files begin

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.checkpoint.description import ModelDescription, ModelFacts, describe_hf, describe_megatron
-from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.checkpoint.flags import FLAGS, NOT_COMPARED, megatron_flags
 from megatron_vcpo.checkpoint.model_files import ModelFiles, write_folder
-from megatron_vcpo.checkpoint.records import LLAMA3_ROPE, QUICK_GELU_ALPHA, YARN_ROPE
-from megatron_vcpo.sync.naming import Family
+from megatron_vcpo.models.description import ModelDescription, ModelFacts, describe_hf, describe_megatron
+from megatron_vcpo.models.description.flags import FLAGS, NOT_COMPARED, megatron_flags
+from megatron_vcpo.models.description.records import LLAMA3_ROPE, QUICK_GELU_ALPHA, YARN_ROPE
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.models.naming import Family
 
 
 def hf_config_from_megatron(config: Any, facts: ModelFacts, *, dtype: torch.dtype) -> dict[str, Any]:

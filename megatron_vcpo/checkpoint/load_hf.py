@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.agreement import raise_together
-from megatron_vcpo.checkpoint.describe_hf import describe_hf
-from megatron_vcpo.checkpoint.errors import CheckpointError, some
 from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
-from megatron_vcpo.sync.match import match_model
-from megatron_vcpo.sync.naming import Family, Layout, ModelShape, ParameterSpec, import_shard
-from megatron_vcpo.sync.naming.families import EMBEDDING, OUTPUT_LAYER
+from megatron_vcpo.models.description.hf import describe_hf
+from megatron_vcpo.models.errors import CheckpointError, some
+from megatron_vcpo.models.match import match_model
+from megatron_vcpo.models.naming import Family, Layout, ModelShape, ParameterSpec, import_shard
+from megatron_vcpo.models.naming.families import EMBEDDING, OUTPUT_LAYER
+from megatron_vcpo.runtime.agreement import raise_together
 
 # Old checkpoints store this buffer, which follows from the configuration.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")

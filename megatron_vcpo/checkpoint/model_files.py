@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vcpo.checkpoint.convert_folder import PartialFolder
-from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.files import replace_bytes
+from megatron_vcpo.checkpoint.convert.folder import PartialFolder
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.runtime.files import replace_bytes
 
 RECORD = "huggingface"
 CONFIG, GENERATION = "config.json", "generation_config.json"

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.models.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

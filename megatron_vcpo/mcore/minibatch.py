@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.packing import MicroBatch, PackingPlan, RowAlignment, build_micro_batch, plan_micro_batches
 from megatron_vcpo.objective import advantage_scales
-from megatron_vcpo.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

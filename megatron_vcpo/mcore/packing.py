@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_vcpo.rollout.routes import signed_routes
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.data.routes import signed_routes
+from megatron_vcpo.data.trajectory import Trajectory
 
 
 class PackingError(ValueError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_vcpo.files import cut_file, unused_name
+from megatron_vcpo.runtime.files import cut_file, unused_name
 
 METRICS_FILE = "metrics.jsonl"
 _LARGEST_INTEGER = 2**53

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_vcpo.files import cut_file, unused_name
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.data.trajectory import Trajectory
+from megatron_vcpo.runtime.files import cut_file, unused_name
 
 SAMPLES_FILE = "samples.jsonl"
 

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_vcpo import phases
-from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import RolloutConfig
+from megatron_vcpo.data.exchange import exchange_trajectories
+from megatron_vcpo.data.trajectory import Trajectory
+from megatron_vcpo.engines.protocol import GenerationRequest, GenerationResult, RolloutEngine
 from megatron_vcpo.environments.protocol import Prompt
 from megatron_vcpo.rollout.decode import ResponseDecoder
-from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, RolloutEngine
-from megatron_vcpo.rollout.exchange import exchange_trajectories
-from megatron_vcpo.rollout.reward_outcome import KINDS, RewardOutcome
-from megatron_vcpo.rollout.rewards import RewardPool
+from megatron_vcpo.rollout.rewards.outcome import KINDS, RewardOutcome
+from megatron_vcpo.rollout.rewards.pool import RewardPool
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from megatron_vcpo.rollout.stopping import sampling
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.runtime import phases
+from megatron_vcpo.runtime.agreement import raise_together
 
 _SHOWN_ERRORS = 3  # rejected rewards that a phase explains on each rank, or one of each kind where there are more kinds
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_vcpo.checkpoint.model_files import ModelFiles
 from megatron_vcpo.config import ConfigError, RolloutConfig
-from megatron_vcpo.rollout.engine import Sampling
+from megatron_vcpo.engines.protocol import Sampling
 
 
 def stop_token_ids(rollout: RolloutConfig, models: Sequence[ModelFiles], tokenizer: Any, vocab_size: int) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_vcpo.sync.naming import Layout, ModelShape, ParameterSpec, shard_shape
+from megatron_vcpo.models.naming import Layout, ModelShape, ParameterSpec, shard_shape
 
 
 @dataclass(frozen=True, slots=True)

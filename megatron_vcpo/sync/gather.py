@@ -15,11 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vcpo.agreement import raise_together
-from megatron_vcpo.sync.buckets import Bucket, plan_buckets
-from megatron_vcpo.sync.errors import SyncError
-from megatron_vcpo.sync.match import match_model
-from megatron_vcpo.sync.naming import (
+from megatron_vcpo.models.match import match_model
+from megatron_vcpo.models.naming import (
     Family,
     Layout,
     ModelShape,
@@ -28,6 +25,9 @@ from megatron_vcpo.sync.naming import (
     join_experts,
     shard_shape,
 )
+from megatron_vcpo.runtime.agreement import raise_together
+from megatron_vcpo.sync.buckets import Bucket, plan_buckets
+from megatron_vcpo.sync.errors import SyncError
 
 
 class WeightGatherer:

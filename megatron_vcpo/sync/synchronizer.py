@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import SyncConfig
-from megatron_vcpo.rollout.digests import digest
-from megatron_vcpo.rollout.engine import RolloutEngine, UpdateReport
+from megatron_vcpo.data.digests import digest
+from megatron_vcpo.engines.protocol import RolloutEngine, UpdateReport
+from megatron_vcpo.models.naming import Family, ModelShape
+from megatron_vcpo.runtime.agreement import raise_together
 from megatron_vcpo.sync.deadline import Deadline
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.gather import WeightGatherer
-from megatron_vcpo.sync.naming import Family, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_vcpo.rollout.engine import RolloutEngine
-from megatron_vcpo.rollout.trajectory import Float32Array
+from megatron_vcpo.data.trajectory import Float32Array
+from megatron_vcpo.engines.protocol import RolloutEngine
 from megatron_vcpo.sync.errors import SyncError
 
 ScoreFunction = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Float32Array]]

@@ -17,14 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 
-from megatron_vcpo.checkpoint.convert_model import single_process  # noqa: E402
-from megatron_vcpo.checkpoint.convert_source import MegatronSource  # noqa: E402
-from megatron_vcpo.checkpoint.convert_to_hf import convert_to_hf  # noqa: E402
-from megatron_vcpo.checkpoint.convert_to_megatron import Options, convert_to_megatron  # noqa: E402
+from megatron_vcpo.checkpoint.convert.source import MegatronSource  # noqa: E402
+from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf  # noqa: E402
+from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron  # noqa: E402
+from megatron_vcpo.models.offline import single_process  # noqa: E402
 
 
 def kill(source: str, target: str, limit: str) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vcpo import preflight
 from megatron_vcpo.checkpoint import checksums
-from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.guard import loaded_iteration
+from megatron_vcpo.checkpoint.save_folder import check_folders
 from megatron_vcpo.config import ConfigError
+from megatron_vcpo.flow.resume import load_flow_state, load_reference, save_reference
+from megatron_vcpo.launch import preflight
 from megatron_vcpo.mcore.reference import ReferencePolicy
-from megatron_vcpo.resume import load_flow_state, load_reference, save_reference
-from megatron_vcpo.save_folder import check_folders
-from patches import checkpoint_unpickling
-from patches.checkpoint_unpickling import UnreadableCheckpoint
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.patches import checkpoint_unpickling
+from megatron_vcpo.patches.checkpoint_unpickling import UnreadableCheckpoint
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import build_tiny_gpt
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_vcpo.checkpoint.convert_compare import Ledger, LogitGap, _enter
+from megatron_vcpo.checkpoint.convert.compare import Ledger, LogitGap, _enter
 
 A = torch.tensor([1.0, 1.0 + 2**-12, -3.0])  # bf16 has 8 bits, so that the second becomes 1
 

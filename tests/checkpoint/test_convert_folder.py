@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vcpo.checkpoint.convert_folder import PartialFolder
-from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.convert.folder import PartialFolder
+from megatron_vcpo.models.errors import CheckpointError
 
 SETTINGS = {"source": "a", "dtype": "bf16"}
 

@@ -10,9 +10,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_vcpo.checkpoint.describe_hf import check_engine_reads
-from megatron_vcpo.checkpoint.description import ModelFacts, describe_hf, describe_megatron
-from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.hf_config import (
     check_config_matches,
     hf_config_from_megatron,
@@ -20,7 +17,10 @@ from megatron_vcpo.checkpoint.hf_config import (
     write_model_dir,
 )
 from megatron_vcpo.checkpoint.model_files import read_model_folder
-from megatron_vcpo.checkpoint.rotary import check_rotary, rotary_frequencies, yarn_scales
+from megatron_vcpo.models.description import ModelFacts, describe_hf, describe_megatron
+from megatron_vcpo.models.description.hf import check_engine_reads
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.models.rotary import check_rotary, rotary_frequencies, yarn_scales
 from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 LLAMA3 = {

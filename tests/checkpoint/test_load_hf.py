@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.load_hf import check_hf_folder, load_hf_checkpoint
-from megatron_vcpo.sync.naming import ModelShape, family_by_name
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.models.naming import ModelShape, family_by_name
 from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 

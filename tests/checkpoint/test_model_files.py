@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_vcpo.checkpoint.compare_files import file_differences
-from megatron_vcpo.checkpoint.convert_source import HuggingFaceSource, MegatronSource
-from megatron_vcpo.checkpoint.convert_to_hf import convert_to_hf
-from megatron_vcpo.checkpoint.convert_to_megatron import Options, convert_to_megatron
-from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.convert.compare_files import file_differences
+from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource
+from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
+from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
 from megatron_vcpo.checkpoint.model_files import (
     RECORD,
     read_model_folder,
@@ -22,6 +21,7 @@ from megatron_vcpo.checkpoint.model_files import (
     read_tokenizer_folder,
     write_folder,
 )
+from megatron_vcpo.models.errors import CheckpointError
 from tests.oracle import tiny_models
 
 SECOND_END = 40  # an ordinary character

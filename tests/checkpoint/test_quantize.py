@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_vcpo.checkpoint import quantize
-from megatron_vcpo.checkpoint.convert_folder import PartialFolder
-from megatron_vcpo.checkpoint.errors import CheckpointError
-from megatron_vcpo.checkpoint.quantize import (
+from megatron_vcpo.checkpoint.convert.folder import PartialFolder
+from megatron_vcpo.checkpoint.quantize import calibrate as quantize
+from megatron_vcpo.checkpoint.quantize.calibrate import (
     REPORT_FILE,
     Mismatch,
     QuantizationReport,
@@ -26,11 +25,12 @@ from megatron_vcpo.checkpoint.quantize import (
     _sequences,
     _tokenizer,
 )
-from megatron_vcpo.checkpoint.quantize_stream import QuantizationRecipe, is_quantized
-from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Sampling
-from megatron_vcpo.rollout.quantized_engine import QuantizedEngine
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
-from patches import vllm_cpu_int8_saturation
+from megatron_vcpo.checkpoint.quantize.recipe import QuantizationRecipe, is_quantized
+from megatron_vcpo.engines.protocol import EngineError, GenerationRequest, Sampling
+from megatron_vcpo.engines.quantized import QuantizedEngine
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.patches import vllm_cpu_int8_saturation
 from tests.oracle import tiny_models
 from tools import quantize_for_rollout
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_vcpo.checkpoint.description import ModelFacts
 from megatron_vcpo.checkpoint.hf_config import check_config_matches, megatron_flags_for
 from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
+from megatron_vcpo.models.description import ModelFacts
 from megatron_vcpo.sync.gather import WeightGatherer
 from tests.oracle.model_pairs import gpt_models
 

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 
 import torch
 import torch.distributed as dist
 
-from megatron_vcpo.mcore import policy_step
+from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.reference import ReferencePolicy
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.mcore.step import policy_step
 from tests.oracle.autograd_step import Step, adam_change
 from tests.oracle.layouts import Layout, Policy, Trainer, build
 from tests.oracle.plain_gpt import PlainGPT

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 

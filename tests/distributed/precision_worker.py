@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 
@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.logprobs import VocabShard, token_statistics
 from megatron_vcpo.mcore.reductions import RankDisagreement
 from megatron_vcpo.objective import LossInputs, LossOutputs
 from megatron_vcpo.optim import EssSettings
-from megatron_vcpo.rollout.trajectory import Trajectory
 from tests.oracle.layouts import Layout, Policy, Trainer, build, trajectories
 from tests.oracle.worker import check, worker
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vcpo.config import VCPOConfig
-from megatron_vcpo.mcore.router_replay import RouterReplay
-from megatron_vcpo.replay_flow import with_trainer_routes
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.data.trajectory import Trajectory
+from megatron_vcpo.flow.routes import with_trainer_routes
+from megatron_vcpo.mcore.routers.replay import RouterReplay
 from tests.distributed.layouts_worker import compare
 from tests.oracle import layouts
 from tests.oracle.layouts import Layout, Policy, Trainer, trajectories
@@ -55,7 +55,7 @@ def _gpt_model(policy: Policy, layout: Layout, config: Any, vp_stage: int) -> An
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from patches.cpu_packed_attention import PackedCoreAttention
+    from megatron_vcpo.patches.cpu_packed_attention import PackedCoreAttention
 
     stage = {"ignore_virtual": layout.vpp is None, "vp_stage": vp_stage if layout.vpp else None}
     spec = get_gpt_decoder_block_spec(

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 
@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from megatron_vcpo.checkpoint import guard
 from megatron_vcpo.checkpoint.checksums import MANIFEST
-from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.optim import EssSettings
-from patches import checkpoint_unpickling, save_before_first_update
+from megatron_vcpo.patches import checkpoint_unpickling, save_before_first_update
 from tests.oracle.layouts import Layout, Policy, Trainer, build, trajectories
 from tests.oracle.worker import check, worker
 

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_vcpo.config import RolloutConfig
-from megatron_vcpo.rollout import exchange
+from megatron_vcpo.data import exchange
+from megatron_vcpo.data.exchange import exchange_trajectories
+from megatron_vcpo.data.trajectory import Trajectory
+from megatron_vcpo.engines.protocol import EngineError
+from megatron_vcpo.flow.evaluation import Evaluation, evaluate
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
 from megatron_vcpo.rollout.decode import ResponseDecoder
-from megatron_vcpo.rollout.engine import EngineError
-from megatron_vcpo.rollout.evaluate import Evaluation, evaluate
-from megatron_vcpo.rollout.exchange import exchange_trajectories
 from megatron_vcpo.rollout.sampler import PromptSampler
-from megatron_vcpo.rollout.trajectory import Trajectory
 from tests.oracle.fake_engine import CountedCharacters, FakeEngine, InlineRewards
 from tests.oracle.tiny_models import character_tokenizer
 from tests.oracle.trajectories import assert_same, trajectory

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 
@@ -22,12 +22,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import load_file
 
-from megatron_vcpo.checkpoint.errors import CheckpointError
 from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
 from megatron_vcpo.config import SyncConfig
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.models.naming import ModelShape, family_by_name
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.gather import WeightGatherer
-from megatron_vcpo.sync.naming import ModelShape, family_by_name
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 from tests.oracle.staging_meter import StagingMeter

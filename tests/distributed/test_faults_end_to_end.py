@@ -18,7 +18,7 @@ import pytest
 
 from examples.char_tokenizer import write_char_tokenizer
 from megatron_vcpo.observability.metrics import read_metrics
-from megatron_vcpo.watchdog import EXIT_CODE
+from megatron_vcpo.runtime.watchdog import EXIT_CODE
 
 pytestmark = pytest.mark.distributed
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_vcpo.rollout.engine import GenerationRequest, Sampling
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.engines.protocol import GenerationRequest, Sampling
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
 from tests.oracle import tiny_models
 
 

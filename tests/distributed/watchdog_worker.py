@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_vcpo import phases
-from megatron_vcpo.watchdog import EXIT_CODE, Watchdog
+from megatron_vcpo.runtime import phases
+from megatron_vcpo.runtime.watchdog import EXIT_CODE, Watchdog
 
 DEADLINE, LATEST = 2.0, 12.0  # seconds; the second allows for a busy machine
 LONG = 600.0  # seconds: a deadline with signs of life so rare that only a new phase brings one

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.packing import PackingError, RowAlignment, build_micro_batch, plan_micro_batches
-from megatron_vcpo.rollout.trajectory import Trajectory
 
 CPU = torch.device("cpu")
 

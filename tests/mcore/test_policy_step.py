@@ -8,8 +8,8 @@ import torch
 
 import megatron_vcpo
 from megatron_vcpo.config import ConfigError, VCPOConfig
+from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.optim import EssSettings
-from megatron_vcpo.rollout.trajectory import Trajectory
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import SEQUENCE, VOCAB, Size, build_tiny_gpt, optimizer_step
 

@@ -50,7 +50,7 @@ def test_a_saved_reference_of_another_model_is_refused_by_name():
 
 
 def test_a_resumed_run_gets_the_reference_that_was_saved_not_its_own_weights(tmp_path):
-    from megatron_vcpo.resume import load_reference, save_reference
+    from megatron_vcpo.flow.resume import load_reference, save_reference
 
     chunk = torch.nn.Sequential(Router())
     save_reference(ReferencePolicy([chunk]), tmp_path / "rank.safetensors")
@@ -68,7 +68,7 @@ def test_a_resumed_run_gets_the_reference_that_was_saved_not_its_own_weights(tmp
 
 def test_a_damaged_or_foreign_reference_ends_a_resume_with_one_sentence(tmp_path):
     from megatron_vcpo.config import ConfigError
-    from megatron_vcpo.resume import load_reference, save_reference
+    from megatron_vcpo.flow.resume import load_reference, save_reference
 
     reference = ReferencePolicy([torch.nn.Sequential(Router())])
     path = tmp_path / "kl_reference" / "rank.safetensors"

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from megatron_vcpo.config import ConfigError, VCPOConfig
 from megatron_vcpo.mcore.packing import RowAlignment, build_micro_batch
-from megatron_vcpo.mcore.route_books import recorded_routes, route_metrics
-from megatron_vcpo.mcore.router_replay import ReplayError, RouterReplay, RouteSheet, refuse_unreplayable
+from megatron_vcpo.mcore.routers.accounting import recorded_routes, route_metrics
+from megatron_vcpo.mcore.routers.replay import ReplayError, RouterReplay, RouteSheet, refuse_unreplayable
 from tests.mcore.test_policy_step import make_trajectories, register, run_step
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import Size, build_tiny_gpt

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_vcpo.config import ConfigError, VCPOConfig
-from megatron_vcpo.mcore.router_state import ExpertBiases, freeze_routers
+from megatron_vcpo.mcore.routers.state import ExpertBiases, freeze_routers
 from tests.mcore.test_policy_step import make_trajectories, register, run_step
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import Size, build_tiny_gpt

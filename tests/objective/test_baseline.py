@@ -8,12 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_vcpo.objective import (
-    advantage_scales,
-    mean_baseline,
-    optimal_baseline,
-    optimal_baseline_with_fallbacks,
-)
+from megatron_vcpo.objective import advantage_scales, mean_baseline, optimal_baseline, optimal_baseline_with_fallbacks
 from tests.oracle.estimator import Sample, Settings, scales, weighted_baseline
 
 bad = st.sampled_from([-math.inf, math.inf, math.nan])

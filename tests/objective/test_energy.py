@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vcpo.objective import (
-    length_energy,
-    log_energies,
-    logit_energy,
-    optimal_baseline,
-    token_logit_energy,
-)
+from megatron_vcpo.objective import length_energy, log_energies, logit_energy, optimal_baseline, token_logit_energy
 
 
 def random_logits(*shape):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_vcpo.config import VCPOConfig
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.data.trajectory import Trajectory
 from tests.oracle import estimator
 from tests.oracle.estimator import Sample, Settings
 from tests.oracle.plain_gpt import PlainGPT, Weights

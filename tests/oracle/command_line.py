@@ -11,7 +11,7 @@ import pytest
 
 from examples.char_tokenizer import write_char_tokenizer
 from megatron_vcpo.config import ConfigError, PluginConfig
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 
@@ -45,7 +45,7 @@ class CommandLine:
 
     def parse(self, *more: str) -> tuple[argparse.Namespace, PluginConfig]:
         """Up to the plugin's own checks."""
-        from megatron_vcpo.arguments import parse
+        from megatron_vcpo.launch.flags import parse
 
         self.monkeypatch.setattr(sys, "argv", ["train.py", *self.flags(*more)])
         self.monkeypatch.setenv("RANK", "0")
@@ -54,8 +54,8 @@ class CommandLine:
 
     def check(self, *more: str) -> tuple[argparse.Namespace, PluginConfig]:
         """Everything that is checked before a process group exists, as a dry run, which leaves no globals behind."""
-        from megatron_vcpo import preflight
-        from megatron_vcpo.arguments import finish
+        from megatron_vcpo.launch import preflight
+        from megatron_vcpo.launch.flags import finish
 
         args, config = self.parse(*more, "--vcpo-dry-run")
         inputs = preflight.check(args, config)

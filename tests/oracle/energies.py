@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.context_parallel import gather_context_rows
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.minibatch import PackingSettings, build_minibatch
-from megatron_vcpo.rollout.trajectory import Trajectory
 
 KINDS = ("linear", "expert", "router", "norm", "bias", "embedding", "output")
 
@@ -69,7 +69,7 @@ def variant_model(variant: str, dtype: torch.dtype = torch.float64, scale: float
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from patches.cpu_packed_attention import PackedCoreAttention
+    from megatron_vcpo.patches.cpu_packed_attention import PackedCoreAttention
     from tests.oracle.tiny_gpt import Size, transformer_config
 
     options = dict(VARIANTS[variant])

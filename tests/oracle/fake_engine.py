@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_vcpo.engines.protocol import GenerationRequest, GenerationResult, Sampling
 from megatron_vcpo.environments import Environment, Prompt
-from megatron_vcpo.rollout.engine import GenerationRequest, GenerationResult, Sampling
-from megatron_vcpo.rollout.reward_outcome import RewardOutcome
+from megatron_vcpo.rollout.rewards.outcome import RewardOutcome
 from tests.oracle.tiny_models import EOS
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_vcpo.config import VCPOConfig
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.data.trajectory import Trajectory
 from tests.oracle.worker import DEADLINE
 
 VOCAB, PADDED_VOCAB, SEQUENCE, HIDDEN = 61, 64, 40, 32
@@ -164,9 +164,9 @@ def build(policy: Policy, layout: Layout) -> Trainer:
     from megatron.core.transformer.module import Float16Module
 
     import megatron_vcpo
+    from megatron_vcpo.models.naming import ModelShape, family_by_name
     from megatron_vcpo.optim import EssParamScheduler, EssSettings
     from megatron_vcpo.sync.gather import WeightGatherer
-    from megatron_vcpo.sync.naming import ModelShape, family_by_name
 
     _initialize_groups(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
@@ -250,7 +250,7 @@ def _gpt_model(policy: Policy, layout: Layout, config: Any, vp_stage: int) -> An
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from patches.cpu_packed_attention import PackedCoreAttention
+    from megatron_vcpo.patches.cpu_packed_attention import PackedCoreAttention
 
     spec = get_gpt_layer_local_spec(num_experts=4 if policy.moe else None, normalization="RMSNorm", qk_layernorm=True)
     spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
@@ -285,10 +285,10 @@ def _set_weights(
     chunks: Sequence[Any], family: Any, shape: Any, groups: Any, read: Callable[[str], torch.Tensor]
 ) -> None:
     """Write this rank's shards of whole tensors, which `read` gives by their Hugging Face names."""
-    from megatron_vcpo.sync.match import match_model
-    from megatron_vcpo.sync.naming import Layout as Place
-    from megatron_vcpo.sync.naming import import_shard
-    from megatron_vcpo.sync.naming.families import EMBEDDING, OUTPUT_LAYER
+    from megatron_vcpo.models.match import match_model
+    from megatron_vcpo.models.naming import Layout as Place
+    from megatron_vcpo.models.naming import import_shard
+    from megatron_vcpo.models.naming.families import EMBEDDING, OUTPUT_LAYER
 
     specs = {spec.name: spec for spec in family.parameters(shape)}
     place = Place.of(groups)

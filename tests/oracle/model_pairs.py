@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from patches import megatron_cpu, mla_direct_query, mla_local_key_gradient
-from patches.cpu_packed_attention import PackedCoreAttention
+from megatron_vcpo.patches import megatron_cpu, mla_direct_query, mla_local_key_gradient
+from megatron_vcpo.patches.cpu_packed_attention import PackedCoreAttention
 
 HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN, MOE_FFN, EXPERTS = 32, 2, 4, 2, 8, 48, 24, 4
 VOCAB = 101  # odd: Megatron pads it

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 def main() -> None:
     """Run the module's main() with what is left of the command line."""
     bits, module = int(sys.argv.pop(1)), sys.argv.pop(1)
-    from patches import megatron_cpu
+    from megatron_vcpo.patches import megatron_cpu
 
     megatron_cpu.install()
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler

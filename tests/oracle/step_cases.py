@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_vcpo.config import VCPOConfig
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.data.trajectory import Trajectory
 from tests.oracle.autograd_step import Scored, Step, autograd_step, score
 from tests.oracle.estimator import TABLE
 from tests.oracle.layouts import named_weights

@@ -84,7 +84,7 @@ def build_tiny_gpt(
     from megatron.core.transformer.module import Float16Module
 
     from megatron_vcpo.optim import EssParamScheduler
-    from patches.cpu_packed_attention import PackedCoreAttention
+    from megatron_vcpo.patches.cpu_packed_attention import PackedCoreAttention
 
     size = size or Size()
     config = transformer_config(size, params_dtype, **overrides)

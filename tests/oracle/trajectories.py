@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from megatron_vcpo.rollout.trajectory import Trajectory
+from megatron_vcpo.data.trajectory import Trajectory
 
 
 def trajectory(**changes: Any) -> Trajectory:

@@ -17,7 +17,7 @@ DEADLINE = timedelta(minutes=1)  # a collective that others never enter fails in
 @contextmanager
 def worker() -> Iterator[None]:
     """One thread, gloo, Megatron patched for it; prints PASSED where every rank came through the body."""
-    from patches import megatron_cpu
+    from megatron_vcpo.patches import megatron_cpu
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=DEADLINE)

@@ -16,13 +16,13 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_vcpo import preflight
-from megatron_vcpo.checkpoint.convert_read import TorchDistFolder
-from megatron_vcpo.checkpoint.errors import CheckpointError
+from megatron_vcpo.checkpoint.convert.read import TorchDistFolder
 from megatron_vcpo.config import ConfigError
-from megatron_vcpo.failures import failure_sentence
-from patches import checkpoint_unpickling
-from patches.checkpoint_unpickling import UnreadableCheckpoint
+from megatron_vcpo.launch import preflight
+from megatron_vcpo.launch.failures import failure_sentence
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.patches import checkpoint_unpickling
+from megatron_vcpo.patches.checkpoint_unpickling import UnreadableCheckpoint
 from tests.oracle.single_process import single_process_megatron
 
 

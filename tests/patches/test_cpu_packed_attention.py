@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patches import megatron_cpu
-from patches.cpu_packed_attention import PackedCoreAttention, padded_batches
+from megatron_vcpo.patches import megatron_cpu
+from megatron_vcpo.patches.cpu_packed_attention import PackedCoreAttention, padded_batches
 from tests.oracle.single_process import single_process_megatron
 
 megatron_cpu.install()

@@ -35,7 +35,7 @@ def test_stock_rope_still_loops():
     """When this fails, patches/cpu_packed_rope.py may no longer be needed."""
     code = """
         import inspect
-        from patches import megatron_cpu
+        from megatron_vcpo.patches import megatron_cpu
         megatron_cpu.install()
         from megatron.core.models.common.embeddings import rope_utils
         print("for x in sequence_splits" in inspect.getsource(rope_utils._apply_rotary_pos_emb_thd))

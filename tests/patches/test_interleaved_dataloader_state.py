@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from patches import interleaved_dataloader_state
+from megatron_vcpo.patches import interleaved_dataloader_state
 from tests.oracle.single_process import single_process_megatron
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from patches import lost_checkpoint_manager
+from megatron_vcpo.patches import lost_checkpoint_manager
 from tests.oracle.single_process import single_process_megatron
 
 

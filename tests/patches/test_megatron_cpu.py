@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 
-from patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu
 
 megatron_cpu.install()
 cpu_only = pytest.mark.skipif(not megatron_cpu.active(), reason="CUDA works here: the patches are not installed")
@@ -61,7 +61,7 @@ def test_stock_norm_still_refuses_sequence_parallelism():
     """When this fails, patches/torch_norm_sequence_parallel.py may no longer be needed."""
     done = run(
         """
-        from patches import megatron_cpu
+        from megatron_vcpo.patches import megatron_cpu
         megatron_cpu.install()
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -79,7 +79,7 @@ def test_stock_dispatcher_helper_still_skips_host_tensors():
     """When this fails, patches/moe_host_splits.py may no longer be needed."""
     done = run(
         """
-        from patches import megatron_cpu
+        from megatron_vcpo.patches import megatron_cpu
         megatron_cpu.install()
         import torch
         from megatron.core.transformer.moe import moe_utils

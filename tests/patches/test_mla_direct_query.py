@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from patches import megatron_cpu, mla_direct_query
+from megatron_vcpo.patches import megatron_cpu, mla_direct_query
 
 megatron_cpu.install()
 

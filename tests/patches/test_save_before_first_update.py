@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from patches import save_before_first_update
+from megatron_vcpo.patches import save_before_first_update
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import build_tiny_gpt
 

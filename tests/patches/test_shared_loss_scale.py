@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from patches import shared_loss_scale
+from megatron_vcpo.patches import shared_loss_scale
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import Size, build_tiny_gpt
 

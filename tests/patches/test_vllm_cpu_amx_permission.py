@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[2]
 _ENGINE = """
 import sys
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
-from patches import vllm_cpu_amx_permission
+from megatron_vcpo.patches import vllm_cpu_amx_permission
 
 if sys.argv[2] == "unpatched":
     vllm_cpu_amx_permission.apply = lambda: None

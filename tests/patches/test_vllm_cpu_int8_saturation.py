@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from patches import vllm_cpu_int8_reload, vllm_cpu_int8_saturation
-from patches.vllm_cpu_int8_saturation import in_halves, is_exact
+from megatron_vcpo.patches import vllm_cpu_int8_reload, vllm_cpu_int8_saturation
+from megatron_vcpo.patches.vllm_cpu_int8_saturation import in_halves, is_exact
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from patches import vllm_cpu_latent_rope
+from megatron_vcpo.patches import vllm_cpu_latent_rope
 
 pytestmark = pytest.mark.engine
 

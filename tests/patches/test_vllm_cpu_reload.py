@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
-from patches import vllm_cpu_moe_reload, vllm_cpu_tied_head
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.patches import vllm_cpu_moe_reload, vllm_cpu_tied_head
 from tests.oracle import tiny_models
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from patches import vllm_cpu_int8_reload
+from megatron_vcpo.patches import vllm_cpu_int8_reload
 
 pytestmark = pytest.mark.engine
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_vcpo.rollout import vllm_routes
-from megatron_vcpo.rollout.engine import EngineError
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.engines.protocol import EngineError
+from megatron_vcpo.engines.vllm import routes as vllm_routes
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
 from tests.oracle import tiny_models
 
 
 @pytest.mark.engine
 def test_the_flag_still_fails_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "megatron_vcpo.rollout.vllm_engine.engine_flags", lambda on_cpu: {"enable_return_routed_experts": True}
+        "megatron_vcpo.engines.vllm.engine.engine_flags", lambda on_cpu: {"enable_return_routed_experts": True}
     )
-    monkeypatch.setattr("megatron_vcpo.rollout.vllm_engine.VLLMRoutes", lambda llm, on_cpu: _by_flag(llm))
+    monkeypatch.setattr("megatron_vcpo.engines.vllm.engine.VLLMRoutes", lambda llm, on_cpu: _by_flag(llm))
     settings = VLLMSettings(
         model_dir=str(tiny_models.save("moe", 0, tmp_path)),
         dtype="float32",

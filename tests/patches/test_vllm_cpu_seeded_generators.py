@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_vcpo.rollout.engine import EngineError, GenerationRequest, Sampling
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
-from patches import vllm_cpu_seeded_generators
+from megatron_vcpo.engines.protocol import EngineError, GenerationRequest, Sampling
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.patches import vllm_cpu_seeded_generators
 from tests.oracle import tiny_models
 
 UNCUT = 100_000  # tokens that one step may compute

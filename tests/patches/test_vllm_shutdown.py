@@ -15,7 +15,7 @@ _TRAINER = """
 import contextlib, sys
 import torch, torch.distributed as dist
 from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
-from patches import vllm_shutdown_process_group
+from megatron_vcpo.patches import vllm_shutdown_process_group
 
 if sys.argv[2] == "unpatched":
     vllm_shutdown_process_group.trainer_groups_kept = contextlib.nullcontext

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_vcpo.checkpoint.convert_read import TRACKER
-from patches import whole_tracker
+from megatron_vcpo.checkpoint.convert.read import TRACKER
+from megatron_vcpo.patches import whole_tracker
 from tests.oracle.single_process import single_process_megatron
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatron_vcpo.config import RolloutConfig
+from megatron_vcpo.engines.protocol import EngineError, GenerationResult
 from megatron_vcpo.environments import EnvironmentSetupError, Prompt
+from megatron_vcpo.flow.evaluation import evaluate
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, judge, response_seed
 from megatron_vcpo.rollout.decode import ResponseDecoder
-from megatron_vcpo.rollout.engine import EngineError, GenerationResult
-from megatron_vcpo.rollout.evaluate import evaluate
-from megatron_vcpo.rollout.reward_outcome import KINDS, RewardOutcome
+from megatron_vcpo.rollout.rewards.outcome import KINDS, RewardOutcome
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from tests.oracle.fake_engine import CountedCharacters, FakeEngine, InlineRewards
 from tests.oracle.tiny_models import EOS, character_tokenizer

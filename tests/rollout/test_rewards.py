@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from megatron_vcpo.environments import EnvironmentSetupError, Prompt
-from megatron_vcpo.rollout.reward_outcome import checked
-from megatron_vcpo.rollout.rewards import RewardPool
+from megatron_vcpo.rollout.rewards.outcome import checked
+from megatron_vcpo.rollout.rewards.pool import RewardPool
 
 PROMPT = Prompt(text="?")
 
@@ -338,7 +338,7 @@ def test_an_environment_that_cannot_be_built_again_ends_the_run(tmp_path, then, 
 
 
 def test_workers_that_are_up_go_on_while_another_cannot_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_vcpo.rollout.rewards._STARTS", 1000)
+    monkeypatch.setattr("megatron_vcpo.rollout.rewards.pool._STARTS", 1000)
     with make_pool(workers=2, timeout=30.0, marker=str(tmp_path / "lock"), then="sleep 3600") as pool:
         pool_processes(pool, "workers")
         pool._start_timeout = 1.0

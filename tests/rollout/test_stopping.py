@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_vcpo import dry_run, preflight
 from megatron_vcpo.checkpoint.model_files import RECORD
+from megatron_vcpo.launch import dry_run, preflight
 from megatron_vcpo.rollout.stopping import describe_stops, sampling
 from tests.oracle.command_line import CommandLine
 from tests.oracle.tiny_models import character_tokenizer

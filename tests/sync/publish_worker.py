@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_vcpo.checkpoint.description import ModelFacts, describe_megatron
 from megatron_vcpo.checkpoint.hf_config import write_model_dir
 from megatron_vcpo.checkpoint.model_files import read_tokenizer_folder
 from megatron_vcpo.config import SyncConfig
-from megatron_vcpo.rollout.engine import GenerationRequest, Sampling
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.engines.protocol import GenerationRequest, Sampling
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.models.description import ModelFacts, describe_megatron
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from megatron_vcpo.sync.verify import logit_probe

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_vcpo.models.naming import Layout, ModelShape, family_by_name
 from megatron_vcpo.sync.buckets import plan_buckets
-from megatron_vcpo.sync.naming import Layout, ModelShape, family_by_name
 
 SHAPE = ModelShape(
     num_layers=4,

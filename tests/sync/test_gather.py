@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_vcpo.models.naming import ModelShape, family_by_name
 from megatron_vcpo.sync.gather import WeightGatherer
-from megatron_vcpo.sync.naming import ModelShape, family_by_name
 from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 from tests.oracle.staging_meter import StagingMeter
 

@@ -136,7 +136,8 @@ def test_a_checkpoint_that_says_nothing_of_its_tokens_is_named(
 def test_a_conversion_that_loses_the_models_files_is_not_published(
     direction: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_vcpo.checkpoint import convert_to_hf, convert_to_megatron
+    from megatron_vcpo.checkpoint.convert import to_hf as convert_to_hf
+    from megatron_vcpo.checkpoint.convert import to_megatron as convert_to_megatron
 
     hf, made = tmp_path / "hf", tmp_path / "megatron"
     save_hf_model(hf, "llama", tied=True)
@@ -172,7 +173,7 @@ def test_models_of_other_sizes_are_compared_by_what_they_share(
 def test_a_conversion_that_is_wrong_is_not_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_vcpo.checkpoint import convert_to_megatron
+    from megatron_vcpo.checkpoint.convert import to_megatron as convert_to_megatron
 
     save_hf_model(tmp_path / "hf", "llama", tied=True)
     right = convert_to_megatron.convert
@@ -186,7 +187,7 @@ def test_a_conversion_that_is_wrong_is_not_published(
 def test_a_checkpoint_without_its_true_vocabulary_asks_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_vcpo.checkpoint import convert_to_megatron as module
+    from megatron_vcpo.checkpoint.convert import to_megatron as module
 
     save_hf_model(tmp_path / "hf", "llama", tied=True)
     save = module._save

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vcpo.agreement import raise_together
 from megatron_vcpo.config import ConfigError, VCPOConfig
 from megatron_vcpo.mcore.energies.attach import Attachment
 from megatron_vcpo.mcore.energies.collector import EnergyCollector, MicroBatchRows, Sink
 from megatron_vcpo.mcore.energies.contributions import Products
+from megatron_vcpo.mcore.energies.isolation import energy_schedule
 from megatron_vcpo.mcore.energies.layout import Layout
-from megatron_vcpo.mcore.energies.quiet import energy_schedule
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.reductions import from_last_stage, is_last_stage, sum_over
 from megatron_vcpo.objective import energy_token_weights, segment_ids, segment_sum, sequence_log_weights
+from megatron_vcpo.runtime.agreement import raise_together
 
 
 class Measured(NamedTuple):

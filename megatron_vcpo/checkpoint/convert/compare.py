@@ -1,0 +1,191 @@
+"""Are two checkpoints the same model? Tensor by tensor (the ledger), and by what the models compute (the logits)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource, Source
+from megatron_vcpo.models.description import ModelDescription
+from megatron_vcpo.models.errors import CheckpointError
+
+_PROMPTS, _LENGTH = 4, 24
+# Same weights, fp32 arithmetic in another order: the difference over the largest logit. Measured: 1e-6 to 1e-5.
+LOGIT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What distinguishes one tensor."""
+
+    name: str
+    what: str  # shape, type or values
+    largest: float = math.nan  # absolute difference
+    relative: float = math.nan  # of norms
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Every tensor of both checkpoints, once."""
+
+    equal: int = 0  # bit for bit
+    rounded: int = 0  # equal once the wider one is rounded to the narrower type
+    differences: list[Difference] = field(default_factory=list)
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether both hold the same values, up to the type they are stored in."""
+        return not (self.differences or self.only_a or self.only_b)
+
+    def lines(self, limit: int = 20) -> Iterator[str]:
+        """For a person: what differs, the largest differences first."""
+        for title, names in (("only in A", self.only_a), ("only in B", self.only_b)):
+            for name in names[:limit]:
+                yield f"{title}: {name}"
+            if len(names) > limit:
+                yield f"{title}: {len(names) - limit} more"
+        ranked = sorted(self.differences, key=lambda d: -math.inf if math.isnan(d.relative) else -d.relative)
+        for d in ranked[:limit]:
+            size = "" if math.isnan(d.largest) else f" (largest difference {d.largest:.3g}, relative {d.relative:.3g})"
+            yield f"{d.name}: {d.what}{size}"
+        if len(ranked) > limit:
+            yield f"{len(ranked) - limit} more tensors differ"
+        yield (
+            f"{self.equal} tensors equal bit for bit, {self.rounded} equal after rounding to the narrower type, "
+            f"{len(self.differences)} different, {len(self.only_a)} only in A, {len(self.only_b)} only in B"
+        )
+
+
+def description_differences(a: ModelDescription, b: ModelDescription) -> list[str]:
+    """Settings in which two models differ, a line for each; the context length is not one of them."""
+    lines = []
+    for entry in dataclasses.fields(ModelDescription):
+        first, second = getattr(a, entry.name), getattr(b, entry.name)
+        close = isinstance(first, float) and isinstance(second, float) and math.isclose(first, second, rel_tol=1e-6)
+        if entry.name != "max_position_embeddings" and first != second and not close:
+            first, second = getattr(first, "name", first), getattr(second, "name", second)
+            lines.append(f"{entry.name}: {first} in A, {second} in B")
+    return lines
+
+
+def narrower(a: Source, b: Source) -> torch.dtype:
+    """The narrower type of two checkpoints, by their embeddings."""
+    types = (a.dtype(a.specs[0]), b.dtype(b.specs[0]))
+    return min(types, key=lambda dtype: dtype.itemsize)
+
+
+def compare(a: Source, b: Source, progress: Callable[[int], object] = lambda _: None) -> Ledger:
+    """Read both, one parameter at a time."""
+    ledger = Ledger()
+    names_b = set(b.names)
+    ledger.only_a = [name for name in a.names if name not in names_b]
+    ledger.only_b = sorted(names_b - set(a.names))
+    for name in a.names:
+        if name in names_b:
+            first, second = a.hf_tensor(name), b.hf_tensor(name)
+            _enter(ledger, name, first, second)
+            progress(first.nbytes)
+    return ledger
+
+
+def _enter(ledger: Ledger, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    if a.shape != b.shape:
+        what = f"shape {tuple(a.shape)} in A, {tuple(b.shape)} in B"
+        ledger.differences.append(Difference(name=name, what=what))
+    elif a.dtype == b.dtype and torch.equal(a, b):
+        ledger.equal += 1
+    elif a.dtype != b.dtype and _equal_when_rounded(a, b):
+        ledger.rounded += 1
+    else:
+        gap = (a.double() - b.double()).norm()
+        ledger.differences.append(
+            Difference(
+                name=name,
+                what="values" if a.dtype == b.dtype else f"values, {a.dtype} in A and {b.dtype} in B",
+                largest=(a.double() - b.double()).abs().max().item(),
+                relative=(gap / a.double().norm().clamp(min=torch.finfo(torch.float64).tiny)).item(),
+            )
+        )
+
+
+def _equal_when_rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
+    wide, narrow = (a, b) if a.dtype.itemsize > b.dtype.itemsize else (b, a)
+    return torch.equal(wide.to(narrow.dtype), narrow)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitGap:
+    """How far two models are apart on a few prompts."""
+
+    largest: float  # absolute difference of logits
+    scale: float  # largest logit of A
+
+    @property
+    def same(self) -> bool:
+        """Within what the order of additions explains."""
+        return self.largest <= LOGIT_TOLERANCE * self.scale
+
+    def line(self) -> str:
+        """For a person."""
+        return f"logits: largest difference {self.largest:.3g}, largest logit {self.scale:.3g}"
+
+
+def compare_logits(a: Source, b: Source, *, dtype: torch.dtype | None = None) -> LogitGap:
+    """Run both, one after the other, in fp32 on the same random prompts.
+
+    Args:
+        a, b: checkpoints of one vocabulary.
+        dtype: weights are rounded to it first, where one of the two was converted to it.
+    """
+    if a.description.vocab_size != b.description.vocab_size:
+        raise CheckpointError(
+            f"The vocabularies have {a.description.vocab_size} and {b.description.vocab_size} tokens; "
+            "logits cannot be compared."
+        )
+    generator = torch.Generator().manual_seed(20_25)
+    tokens = torch.randint(0, a.description.vocab_size, (_PROMPTS, _LENGTH), generator=generator)
+    tokens[0, 0], tokens[0, 1] = 0, a.description.vocab_size - 1
+    first = logits(a, tokens, dtype)
+    second = logits(b, tokens, dtype)
+    return LogitGap(largest=(first - second).abs().max().item(), scale=first.abs().max().item())
+
+
+@torch.no_grad()
+def logits(source: Source, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`[prompts, length, vocabulary]`, fp32, from transformers or from Megatron, whichever the checkpoint is for."""
+    if isinstance(source, MegatronSource):
+        return _megatron_logits(source, tokens, dtype)
+    assert isinstance(source, HuggingFaceSource)
+    return _transformers_logits(source.path, tokens, dtype)
+
+
+def _transformers_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    _round(model, dtype)
+    return model(tokens).logits.float()
+
+
+def _megatron_logits(source: MegatronSource, tokens: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    model = source.load_model()
+    _round(model, dtype)
+    batch, length = tokens.shape
+    causal = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    output = model(tokens, torch.arange(length).expand(batch, length), causal)
+    return output[..., : source.description.vocab_size].float()
+
+
+def _round(model: Any, dtype: torch.dtype | None) -> None:
+    for parameter in model.parameters() if dtype is not None else ():
+        parameter.copy_(parameter.to(dtype))

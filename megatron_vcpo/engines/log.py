@@ -1,0 +1,121 @@
+"""EngineLog: what an engine logs and dumps when it fails goes to a file, and the error names the file.
+
+vLLM logs its whole configuration and the state of its scheduler when a step fails, tens of thousands of characters
+before the sentence that a person needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_vcpo.engines.protocol import EngineError
+
+_LOGGER = "vllm"
+_OWN_CONFIG = "VLLM_LOGGING_CONFIG_PATH"  # with it, the user has said where vLLM's records go
+
+
+def logging_variables() -> dict[str, str]:
+    """Environment variables that keep vLLM from printing its records itself."""
+    return {} if os.environ.get(_OWN_CONFIG) else {"VLLM_CONFIGURE_LOGGING": "0"}
+
+
+class EngineLog:
+    """Collects what is logged during calls into an engine.
+
+    Args:
+        path: file to append to, made when the first thing is written; None makes a temporary one. Only the user can
+            read it: a dump holds prompts.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._records = 0  # of the call in progress
+        self._lost: OSError | None = None
+        self._handler = _Handler(self)
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Within it, records go to the file. An EngineError that leaves it names the file, which has its trace too."""
+        self._records, self._lost = 0, None
+        try:
+            with self._attached():
+                yield
+        except EngineError as error:
+            if error.__cause__ is not None:
+                self.write("".join(traceback.format_exception(error.__cause__)))
+            elif not self._records:
+                raise
+            raise EngineError(f"{str(error).rstrip('.')}. {self._where()}") from error.__cause__
+        if self._records:
+            print(f"megatron_vcpo: vLLM logged an error and went on. {self._where()}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Write a record."""
+        self._records += 1
+        self.write(text)
+
+    def write(self, text: str) -> None:
+        """Append to the file; that it could not be written is told with the error, which counts more."""
+        try:
+            with open(self._open(), "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            self._lost = error
+
+    def _open(self) -> int:
+        if self._path is None:
+            descriptor, self._path = tempfile.mkstemp(prefix="megatron_vcpo_engine_", suffix=".log")
+            return descriptor
+        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def _where(self) -> str:
+        if self._lost is not None:
+            return (
+                f"What it logged could not be written to {self._path or tempfile.gettempdir()} ({self._lost.strerror})."
+            )
+        return f"What it logged is in {self._path}."
+
+    @contextlib.contextmanager
+    def _attached(self) -> Iterator[None]:
+        logger = logging.getLogger(_LOGGER)
+        if os.environ.get(_OWN_CONFIG):
+            logger.addHandler(self._handler)
+            try:
+                yield
+            finally:
+                logger.removeHandler(self._handler)
+            return
+        handlers, propagate = logger.handlers, logger.propagate
+        logger.handlers, logger.propagate = [self._handler], False
+        try:
+            yield
+        finally:
+            logger.handlers, logger.propagate = handlers, propagate
+
+
+class _Handler(logging.Handler):
+    def __init__(self, log: EngineLog) -> None:
+        super().__init__(logging.ERROR)
+        self._log = log
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s:%(lineno)d %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.note(self.format(record))
+
+
+def size_of(path: str | None) -> int:
+    """Bytes of a log so far."""
+    return os.path.getsize(path) if path is not None and os.path.exists(path) else 0
+
+
+def grown(path: str | None, since: int) -> str:
+    """The sentence, after a space, that names a log which is larger than it was; otherwise empty."""
+    return f" What it logged is in {path}." if size_of(path) > since else ""

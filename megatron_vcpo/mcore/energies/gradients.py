@@ -1,0 +1,268 @@
+"""From exact energies to a step's gradient, in three ways.
+
+two-pass      a backward that only measures, then the ordinary step with baselines that are known
+deferred      the step's own backward measures; inputs and output gradients are kept until the baselines are known, and
+              the weight gradients are formed then
+accumulators  the step's own backward measures and adds up two gradients, one with R_i and one with 1 in the place of
+              (R_i - b); the one baseline of the minibatch combines them
+
+The last two form gradients of the policy's part alone. Penalties and auxiliary losses, which no advantage multiplies,
+then take a backward of their own.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.energies.contributions import Contribution, Products
+from megatron_vcpo.mcore.energies.exact import ExactEnergies, Measured
+from megatron_vcpo.mcore.energies.isolation import router_statistics_kept, silent_finalization
+from megatron_vcpo.mcore.minibatch import Minibatch
+from megatron_vcpo.mcore.packing import MicroBatch
+from megatron_vcpo.mcore.reductions import group_size
+from megatron_vcpo.objective import length_normalizers, sequence_log_applied
+
+Values = npt.NDArray[np.float64]
+
+
+class Step(Protocol):
+    """What a way needs of the policy step."""
+
+    minibatch: Minibatch | None
+
+    def run_pass(self, model: list[Any], forward_backward: Any, **options: Any) -> Any:
+        """A pass of the schedule over the minibatch, beside the step's own."""
+
+    def close_pass(self) -> None:
+        """Close the books on the routes of a backward pass."""
+
+    def set_baselines(self, measured: Measured) -> None:
+        """Baselines of the minibatch from exact energies."""
+
+    def evaluate(self, micro: MicroBatch, output: dict[str, Tensor]) -> Any:
+        """The loss of one micro-batch; its metrics are taken into the step's."""
+
+    def forget_metrics(self) -> None:
+        """Begin again with the step's metrics."""
+
+    def applied_factors(self, log_weights: Tensor, lengths: Tensor) -> Tensor:
+        """What multiplies -(R_i - b_i) * scale_i * grad sum_t a_it log p_it in the step's gradient: [n] fp64."""
+
+
+def applied_factors(
+    log_weights: Tensor, lengths: Tensor, batch: Minibatch, config: VCPOConfig, max_response_length: int
+) -> Tensor:
+    """a_i * k_i / N, times the rows that Megatron divides gradients by: [n] fp64, 0 where lam_i is not finite."""
+    normalizers = length_normalizers(
+        lengths,
+        config,
+        num_trajectories=float(batch.num_trajectories),
+        num_tokens=float(max(batch.num_response_tokens, 1)),
+        max_response_length=max_response_length,
+    )
+    weights = sequence_log_applied(log_weights, lengths, config).exp()
+    factors = weights * normalizers * (batch.num_rows / max(1, batch.num_trajectories))
+    return torch.where(torch.isfinite(log_weights), factors, 0.0)
+
+
+class TwoPass:
+    """Works everywhere, with any loss; costs a second forward and backward."""
+
+    def __init__(self, energies: ExactEnergies) -> None:
+        self.energies = energies
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the passes under way measure."""
+        return self.energies.measuring
+
+    def forward(self, micro: MicroBatch, packed_seq_params: Any) -> AbstractContextManager[None]:
+        """Around the model's forward of one micro-batch."""
+        return self.energies.forward(micro, packed_seq_params)
+
+    def begin(self, step: Step, model: list[Any], forward_backward: Any) -> None:
+        """Before the step's own passes; collective over all ranks."""
+        assert step.minibatch is not None
+        with router_statistics_kept(model), self.energies.measuring_pass(step.minibatch.num_trajectories):
+            step.run_pass(model, forward_backward, forward_only=False)
+            step.close_pass()
+            measured = self.energies.reduce()
+        step.set_baselines(measured)
+
+    def loss(self, step: Step, micro: MicroBatch, output: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a measuring pass back-propagates, and what Megatron logs of it."""
+        return self.energies.loss(micro, output["logprobs"]), {}
+
+    def settle(self, step: Step, model: list[Any]) -> None:
+        """After the step's last backward and before its gradients are reduced; collective over all ranks."""
+
+
+class _OnePass(TwoPass):
+    """The step's own backward measures; its gradients are complete when `settle` has been called."""
+
+    products: Products
+
+    def __init__(self, energies: ExactEnergies) -> None:
+        super().__init__(energies)
+        self.with_penalties = _has_penalties(energies.config, energies.transformer)
+        self._open = ExitStack()
+        self._forward_backward: Any = None
+        self._outputs: list[tuple[MicroBatch, dict[str, Tensor], Tensor]] = []
+
+    def begin(self, step: Step, model: list[Any], forward_backward: Any) -> None:
+        assert step.minibatch is not None
+        self._open.close()
+        self._forward_backward = forward_backward
+        self._outputs = []
+        self._reset(step.minibatch)
+        if self.with_penalties:  # their own pass is then the one that counts
+            self._open.enter_context(router_statistics_kept(model))
+        self._open.enter_context(
+            self.energies.measuring_pass(
+                step.minibatch.num_trajectories, sink=self._take, products=self.products, finalize=True
+            )
+        )
+
+    def loss(self, step: Step, micro: MicroBatch, output: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logged = output["logprobs"].new_tensor([0.0, 1.0])  # the loss is not known yet, and filled in by settle()
+        self._outputs.append((micro, {name: value.detach() for name, value in output.items()}, logged))
+        return self.energies.loss(micro, output["logprobs"], self._backward_factors(step, micro, output)), {
+            "vcpo loss": logged
+        }
+
+    def settle(self, step: Step, model: list[Any]) -> None:
+        measured = self.energies.reduce()
+        self._open.close()
+        step.set_baselines(measured)
+        assert step.minibatch is not None
+        baselines = step.minibatch.baselines
+        self._form_gradients(step, measured)
+        if self.with_penalties:
+            self._add_penalties(step, model)
+            step.minibatch.baselines = baselines
+            step.forget_metrics()
+        outputs, self._outputs = self._outputs, []
+        with torch.no_grad():
+            for micro, output, logged in outputs:
+                logged[0] = step.evaluate(micro, output).loss
+
+    def _add_penalties(self, step: Step, model: list[Any]) -> None:
+        """Gradients of everything that no advantage multiplies: the ordinary pass, with every advantage zero."""
+        assert step.minibatch is not None
+        step.close_pass()
+        step.minibatch.baselines = step.minibatch.rewards.double()
+        with silent_finalization(self.energies.transformer):
+            step.run_pass(model, self._forward_backward, forward_only=False)
+
+    def _reset(self, batch: Minibatch) -> None:
+        raise NotImplementedError
+
+    def _take(self, param: nn.Parameter, contribution: Contribution) -> None:
+        raise NotImplementedError
+
+    def _backward_factors(self, step: Step, micro: MicroBatch, output: dict[str, Tensor]) -> Tensor | None:
+        return None
+
+    def _form_gradients(self, step: Step, measured: Measured) -> None:
+        raise NotImplementedError
+
+
+class Deferred(_OnePass):
+    """Keeps rows, or the trajectories' gradients where those are smaller, until their baselines are known.
+
+    Without pipeline stages a group's baseline is known once its micro-batch has gone back, where a micro-batch holds
+    whole groups; otherwise at the end of the step.
+    """
+
+    products = Products.SMALLER
+
+    def begin(self, step: Step, model: list[Any], forward_backward: Any) -> None:
+        assert step.minibatch is not None
+        in_groups = self.energies.config.baseline_scope == "group" and step.minibatch.plan.groups_together
+        self._step = step if in_groups and group_size(self.energies.layout.pp) == 1 else None
+        self._begun = 0
+        super().begin(step, model, forward_backward)
+
+    def forward(self, micro: MicroBatch, packed_seq_params: Any) -> AbstractContextManager[None]:
+        if self._step is not None and self._begun:
+            measured = self.energies.reduce()
+            self._step.set_baselines(measured)
+            self._form_gradients(self._step, measured)
+        self._begun += 1
+        return super().forward(micro, packed_seq_params)
+
+    def _reset(self, batch: Minibatch) -> None:
+        self._kept: list[tuple[nn.Parameter, Contribution]] = []
+
+    def _take(self, param: nn.Parameter, contribution: Contribution) -> None:
+        self._kept.append((param, contribution))
+
+    def _form_gradients(self, step: Step, measured: Measured) -> None:
+        batch = step.minibatch
+        assert batch is not None
+        assert batch.baselines is not None
+        advantages = (batch.rewards.double() - batch.baselines) * batch.advantage_scales.double()
+        coefficients = -advantages * step.applied_factors(measured.log_weights, measured.lengths)
+        values = torch.where(torch.isfinite(batch.rewards), coefficients, 0.0).cpu().numpy()
+        self._kept.reverse()
+        while self._kept:  # let go of each as soon as it is used
+            param, contribution = self._kept.pop()
+            contribution.add_gradient(param.main_grad, values)
+
+
+class Accumulators(_OnePass):
+    """One more buffer of gradients. Rewards are taken from their mean, so that the combination keeps its precision."""
+
+    products = Products.ALWAYS
+
+    def _reset(self, batch: Minibatch) -> None:
+        rewards, scales = batch.rewards.double().cpu(), batch.advantage_scales.double().cpu()
+        usable = torch.isfinite(rewards)
+        self._center = float(rewards[usable].mean()) if usable.any() else 0.0
+        self._ones: Values = torch.where(usable, scales, 0.0).numpy()
+        self._rewards: Values = torch.where(usable, scales * (rewards - self._center), 0.0).numpy()
+        self._with_ones: dict[nn.Parameter, Tensor] = {}
+
+    def _take(self, param: nn.Parameter, contribution: Contribution) -> None:
+        if param not in self._with_ones:
+            self._with_ones[param] = torch.zeros_like(param.main_grad)
+        contribution.add_gradient(param.main_grad, self._rewards)
+        contribution.add_gradient(self._with_ones[param], self._ones)
+
+    def _backward_factors(self, step: Step, micro: MicroBatch, output: dict[str, Tensor]) -> Tensor:
+        log_weights, lengths = self.energies.weights_and_lengths(micro, output["logprobs"])
+        return -step.applied_factors(log_weights, lengths)
+
+    def _form_gradients(self, step: Step, measured: Measured) -> None:
+        assert step.minibatch is not None
+        assert step.minibatch.baselines is not None
+        baselines = step.minibatch.baselines  # one for all trajectories
+        shift = float(baselines[0]) - self._center if len(baselines) else 0.0
+        for param, gradient in self._with_ones.items():
+            param.main_grad.add_(gradient, alpha=-shift)
+        self._with_ones = {}
+
+
+def exact_energies(model: list[Any], groups: Any, config: VCPOConfig, device: torch.device) -> TwoPass | None:
+    """The way that --vcpo-energy-method asks for; None where no exact energies are asked for.
+
+    Collective over all ranks. Raises ConfigError, on all of them, for a model without exact energies.
+    """
+    if config.energy != "exact" or not config.baseline.startswith("opob"):
+        return None
+    ways = {"two-pass": TwoPass, "deferred": Deferred, "accumulators": Accumulators}
+    return ways[config.energy_method](ExactEnergies(model, groups, config, device))
+
+
+def _has_penalties(config: VCPOConfig, transformer: Any) -> bool:
+    coefficients = transformer.moe_aux_loss_coeff if transformer.num_moe_experts else 0.0
+    auxiliary = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+    z_loss = bool(transformer.num_moe_experts and transformer.moe_z_loss_coeff)
+    return auxiliary or z_loss or config.kl_coefficient > 0.0 or config.entropy_coefficient != 0.0

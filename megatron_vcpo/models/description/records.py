@@ -1,0 +1,122 @@
+"""What a Hugging Face config.json and Megatron's settings have to agree on, as plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.models.naming import Family, LatentSizes, ModelShape, NamingError
+
+# Megatron fixes the other parameters of Llama 3's rope scaling (RotaryEmbedding._apply_scaling).
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+# And those of YaRN: no flag sets them for multi-latent attention. All published models have them.
+YARN_ROPE = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+
+
+QUICK_GELU_ALPHA = 1.702  # x * sigmoid(1.702 x) is what --quick-geglu computes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """YaRN's rope scaling, as DeepSeek uses it: `mscale` and `mscale_all_dim` follow its paper's naming."""
+
+    factor: float
+    mscale: float  # with the next: cosine and sine are multiplied by m(mscale) / m(mscale_all_dim)
+    mscale_all_dim: float  # with latents, the softmax scale is multiplied by m(mscale_all_dim) squared
+    truncate: bool = True  # whole dimensions at both ends of the ramp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGroups:
+    """Routing limited to the best groups of experts ("node-limited")."""
+
+    number: int
+    chosen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What Megatron's TransformerConfig does not hold."""
+
+    vocab_size: int  # true vocabulary: rows of the Hugging Face embedding
+    max_position_embeddings: int
+    rotary_base: float
+    tied_embeddings: bool
+    rope_scaling_factor: float | None = None  # None: --use-rope-scaling is off
+    position_embedding_type: str = "rope"
+    rotary_percent: float = 1.0
+
+    @classmethod
+    def from_args(cls, args: Any, vocab_size: int) -> ModelFacts:
+        """Read Megatron's parsed arguments."""
+        return cls(
+            vocab_size=vocab_size,
+            max_position_embeddings=args.max_position_embeddings,
+            rotary_base=args.rotary_base,
+            tied_embeddings=not args.untie_embeddings_and_output_weights,
+            rope_scaling_factor=args.rope_scaling_factor if args.use_rope_scaling else None,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model of one of the families, whichever side it was read from."""
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int  # of a query, with multi-latent attention
+    ffn_hidden_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    norm_epsilon: float
+    rotary_base: float
+    rope_scaling_factor: float | None
+    max_position_embeddings: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_layers: tuple[bool, ...] = ()
+    renormalize_top_k: bool = False  # the chosen experts' weights sum to one
+    shared_ffn_hidden_size: int = 0  # of all shared experts of a layer together
+    expert_groups: ExpertGroups | None = None
+    routed_scaling_factor: float = 1.0  # multiplies the chosen experts' weights
+    latent: LatentSizes | None = None  # multi-latent attention
+    yarn: Yarn | None = None
+    sliding_window: int | None = None  # tokens that every other layer, from the first, attends to, itself included
+    swiglu_limit: float | None = None  # GPT-OSS's clamped activation
+
+    def shape(self, padded_vocab_size: int) -> ModelShape:
+        """The sizes for the table of names; CheckpointError where they do not fit each other."""
+        try:
+            return ModelShape(
+                num_layers=self.num_layers,
+                hidden_size=self.hidden_size,
+                num_heads=self.num_heads,
+                num_query_groups=self.num_query_groups,
+                head_dim=self.head_dim,
+                ffn_hidden_size=self.ffn_hidden_size,
+                vocab_size=self.vocab_size,
+                padded_vocab_size=padded_vocab_size,
+                tied_embeddings=self.tied_embeddings,
+                num_experts=self.num_experts,
+                moe_ffn_hidden_size=self.moe_ffn_hidden_size,
+                moe_layers=self.moe_layers,
+                shared_ffn_hidden_size=self.shared_ffn_hidden_size,
+                latent=self.latent,
+            )
+        except NamingError as error:
+            raise CheckpointError(f"This {self.family.name} model cannot be: {error}") from error
+
+
+def refuse(start: str, found: dict[str, bool], reason: str) -> None:
+    """Raise CheckpointError that lists the names whose value is true, where there are any."""
+    if names := [name for name, present in found.items() if present]:
+        raise CheckpointError(f"{start} {', '.join(names)}; {reason}.")

@@ -1,0 +1,148 @@
+"""vLLM's own weight transfer, for engines that are servers on other machines (NCCL), behind one thin adapter.
+
+The interface is young and has changed between releases: `probe` looks at what is installed and says what does not fit,
+before anything is built on it. vLLM broadcasts packed buffers, loads them with its own reload on the other side, and
+drives the handshake (start, update, finish) through a client: HTTP routes of a vLLM server, or anything with the same
+four methods.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_vcpo.engines.protocol import UpdateReport
+from megatron_vcpo.sync.errors import SyncError
+
+KNOWN_VERSIONS = "vllm 0.32"
+_PACKAGE = "vllm.distributed.weight_transfer"
+_NEEDED = {
+    "base": ("WeightSource.metadata", "ParamMeta", "TrainerWeightTransferEngine.send_weights"),
+    "factory": ("WeightTransferTrainerFactory.trainer_init",),
+    "clients": ("HTTPVLLMWeightSyncClient.start_weight_update",),
+    "nccl_engine": ("NCCLTrainerInitInfo", "NCCLTrainerWeightTransferEngine.trainer_init"),
+}
+
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
+"""Hugging Face name, type and full shape of one tensor of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeApi:
+    """vLLM's modules, as `probe` found them."""
+
+    version: str
+    base: Any
+    factory: Any
+    clients: Any
+    nccl_engine: Any
+
+
+def probe() -> NativeApi:
+    """Look for the interface in the vLLM that is installed; SyncError says what is missing there."""
+    try:
+        import vllm
+    except ImportError as error:
+        raise SyncError(
+            "vLLM's weight transfer needs vLLM in the trainer's environment; it is not installed."
+        ) from error
+    version = str(vllm.__version__)
+    modules: dict[str, Any] = {}
+    missing: list[str] = []
+    for name, needed in _NEEDED.items():
+        try:
+            modules[name] = importlib.import_module(f"{_PACKAGE}.{name}")
+        except ImportError as error:
+            missing.append(f"{_PACKAGE}.{name} ({error})")
+            continue
+        missing += [f"{_PACKAGE}.{name}.{path}" for path in needed if not _has(modules[name], path)]
+    if missing:
+        raise SyncError(
+            f"vLLM {version} has another weight-transfer interface than {KNOWN_VERSIONS}, which this version knows: "
+            f"{', '.join(missing)} is missing; install that one, or use --rollout-engine-placement process."
+        )
+    return NativeApi(version=version, **modules)
+
+
+class NativeDelivery:
+    """Sends whole sets of weights to remote engines; takes the place of an engine in `WeightSynchronizer`.
+
+    Args:
+        entries: what every stream holds, in order (`WeightGatherer.entries`).
+        init_info: vLLM's, of a transport: `nccl_init_info` makes the usual one.
+        client: speaks with the engines; see vLLM's VLLMWeightSyncClient.
+        api: of `probe`.
+    """
+
+    def __init__(self, entries: Sequence[Entry], init_info: Any, client: Any, api: NativeApi) -> None:
+        """Meet the engines: a collective of all trainer ranks and engine workers."""
+        self.version: int | None = None
+        self.float32_weights: frozenset[str] = frozenset()
+        self._source = _source(api, entries)
+        self._trainer = api.factory.WeightTransferTrainerFactory.trainer_init(
+            init_info, client=client, source=self._source
+        )
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> UpdateReport:
+        """Send one set. Every trainer rank calls it; only the first of them speaks with the engines."""
+        self.version = None
+        self._source.stream = weights
+        self._trainer.send_weights()
+        if (left := next(weights, None)) is not None:
+            raise SyncError(f"vLLM's weight transfer stopped reading before {left[0]}.")
+        self.version = version
+        return UpdateReport(reloaded=len(self._source.entries))
+
+    def shutdown(self) -> None:
+        """Leave the engines' group."""
+        self.version = None
+        self._trainer.shutdown()
+
+
+def nccl_init_info(
+    api: NativeApi, *, rank: int, master_address: str, master_port: int, engine_workers: int, bucket_bytes: int
+) -> Any:
+    """For NCCL: one sending trainer rank and `engine_workers` receiving ones, in two buffers of `bucket_bytes`."""
+    return api.nccl_engine.NCCLTrainerInitInfo(
+        rank=rank,
+        master_address=master_address,
+        master_port=master_port,
+        world_size=1 + engine_workers,
+        packed=True,
+        packed_buffer_size_bytes=bucket_bytes,
+        packed_num_buffers=2,
+    )
+
+
+def http_client(api: NativeApi, url: str, *, timeout: float) -> Any:
+    """Client of one vLLM server; a request that takes longer than `timeout` seconds raises."""
+    return api.clients.HTTPVLLMWeightSyncClient(url, timeout=timeout)
+
+
+def _source(api: NativeApi, entries: Sequence[Entry]) -> Any:
+    """vLLM's WeightSource over one stream after another."""
+
+    class Source(api.base.WeightSource):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            self.entries = list(entries)
+            self.stream: Iterator[tuple[str, torch.Tensor]] = iter(())
+
+        def metadata(self) -> list[Any]:
+            return [api.base.ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self.entries]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return self.stream
+
+    return Source()
+
+
+def _has(module: Any, path: str) -> bool:
+    for part in path.split("."):
+        if not hasattr(module, part):
+            return False
+        module = getattr(module, part)
+    return True
