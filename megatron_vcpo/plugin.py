@@ -28,24 +28,23 @@ from megatron_vcpo.flow.resume import (
     save_model_files,
     save_reference,
 )
-from megatron_vcpo.launch.preflight import Inputs
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.mcore.routers.state import freeze_routers
 from megatron_vcpo.mcore.step.policy_step import PolicyStep, StepSettings
+from megatron_vcpo.models.building.layer_spec import packed_local_spec
 from megatron_vcpo.optim import EssParamScheduler, EssSettings
 from megatron_vcpo.patches import (
     checkpoint_unpickling,
-    cpu_packed_attention,
     distributed_optimizer_torch_adam,
     interleaved_dataloader_state,
     lost_checkpoint_manager,
     mla_direct_query,
-    mla_local_key_gradient,
     save_before_first_update,
     whole_tracker,
 )
 from megatron_vcpo.registration import equip, packing_settings
+from megatron_vcpo.rollout.inputs import Inputs
 from megatron_vcpo.runtime import phases
 from megatron_vcpo.runtime.agreement import raise_together
 from megatron_vcpo.runtime.watchdog import Watchdog
@@ -306,14 +305,3 @@ class MegatronPlugin:
             self._watchdog.stop()
         if self.flow is not None:
             self.flow.close()
-
-
-def packed_local_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron's default local layer spec with a core attention that takes packed sequences."""
-    from megatron.training.models.gpt import default_layer_spec
-
-    mla_local_key_gradient.apply()
-    spec = default_layer_spec(config, vp_stage)
-    for layer in getattr(spec, "layer_specs", [spec]):
-        layer.submodules.self_attention.submodules.core_attention = cpu_packed_attention.PackedCoreAttention
-    return spec

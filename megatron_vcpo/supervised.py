@@ -17,7 +17,7 @@ from megatron_vcpo.train import end_with_owner, run
 if TYPE_CHECKING:
     from megatron_vcpo.config import PluginConfig
     from megatron_vcpo.flow.base import BaseFlow
-    from megatron_vcpo.launch.preflight import Inputs
+    from megatron_vcpo.rollout.inputs import Inputs
 
 
 def adjust(config: PluginConfig) -> None:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_vcpo.config import PluginConfig
     from megatron_vcpo.flow.base import BaseFlow
-    from megatron_vcpo.launch.preflight import Inputs
     from megatron_vcpo.plugin import FlowFactory, MegatronPlugin
+    from megatron_vcpo.rollout.inputs import Inputs
 
 
 def main() -> None:

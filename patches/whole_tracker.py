@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_vcpo.checkpoint.convert.read import TRACKER
 from megatron_vcpo.runtime.files import replace_bytes, sync
+
+_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class _Storage:
@@ -35,7 +36,7 @@ class _Storage:
     def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         from megatron.core.msc_utils import MultiStorageClientFeature
 
-        if mode == "w" and os.path.basename(path) == TRACKER and not MultiStorageClientFeature.is_enabled():
+        if mode == "w" and os.path.basename(path) == _TRACKER and not MultiStorageClientFeature.is_enabled():
             return _whole(Path(path))
         return self.stock.open(path, mode, *args, **kwargs)
 

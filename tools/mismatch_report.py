@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> None:
     from megatron_vcpo.diagnostics.mismatch.picture import draw
     from megatron_vcpo.diagnostics.mismatch.report import advice, table
     from megatron_vcpo.diagnostics.mismatch.scores import open_weights
-    from megatron_vcpo.models.offline import single_process
+    from megatron_vcpo.models.building.offline import single_process
 
     trajectories, origin = load_batch(options.batch)
     chosen = usable(trajectories, origin, options.trajectories)

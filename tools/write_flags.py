@@ -18,7 +18,7 @@ from megatron_vcpo.patches import megatron_cpu  # noqa: E402
 megatron_cpu.install()
 
 from megatron_vcpo import config  # noqa: E402
-from megatron_vcpo.launch import flags as arguments
+from megatron_vcpo.launch import flags  # noqa: E402
 
 TARGET = ROOT / "docs" / "flags.md"
 TOPICS: dict[str, tuple[str, ...]] = {
@@ -103,7 +103,7 @@ def _rows(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def text() -> str:
     """The whole document."""
-    parser = arguments.add_vcpo_args(argparse.ArgumentParser())
+    parser = flags.add_vcpo_args(argparse.ArgumentParser())
     rows = _rows(parser)
     listed = [name for names in TOPICS.values() for name in names]
     if sorted(listed) != sorted(rows):
@@ -114,7 +114,7 @@ def text() -> str:
         parts.append(f"\n## {topic}\n\n| flag | meaning | default |\n|---|---|---|\n")
         parts += [f"{rows[name]}\n" for name in names]
     parts.append(_MEGATRON)
-    parts += [f"| `{name}` | {value} |\n" for name, value in arguments.MEGATRON_DEFAULTS.items()]
+    parts += [f"| `{name}` | {value} |\n" for name, value in flags.MEGATRON_DEFAULTS.items()]
     return "".join(parts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vcpo.checkpoint import checksums
-from megatron_vcpo.checkpoint.convert.read import TRACKER
+from megatron_vcpo.checkpoint.torch_dist import TRACKER
 
 
 def install(*, verify: bool, rollout_state: bool) -> None:

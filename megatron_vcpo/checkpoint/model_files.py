@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vcpo.checkpoint.convert.folder import PartialFolder
+from megatron_vcpo.checkpoint.partial_folder import PartialFolder
 from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.runtime.files import replace_bytes
 

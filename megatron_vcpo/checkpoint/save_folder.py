@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from megatron_vcpo.checkpoint.convert.read import TRACKER
+from megatron_vcpo.checkpoint.torch_dist import TRACKER
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.runtime.files import replace_bytes, sync
 

@@ -57,5 +57,6 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token; for an empty response a large number, since it holds nothing stale."""
-        return int(self.versions.min()) if len(self.versions) else np.iinfo(np.int32).max
+        """Version of the oldest sampled token; a large number where none was sampled, since nothing is stale then."""
+        sampled = self.versions[self.response_mask]
+        return int(sampled.min()) if len(sampled) else np.iinfo(np.int32).max

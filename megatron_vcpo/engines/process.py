@@ -1,9 +1,9 @@
 """An engine in a process of its own, on the trainer's machine.
 
-`ProcessEngine` is a `RolloutEngine` for the trainer; the child below hosts a `VLLMEngine` and speaks through a pipe.
-Weights do not go through the pipe but through memory that both sides map (sync/deliver.py). Every wait ends: with the
-answer, with the child's end, or at the deadline, at which the child is ended too, since nobody knows its state. To
-generate and to score have no deadline; there, a child that gives no sign of life is ended (rollout/pulse.py).
+`ProcessEngine` is a `RolloutEngine` for the trainer; the child below hosts the real one and speaks through a pipe.
+Weights do not go through the pipe but through memory that both sides map (sync/transports/channel.py). Every wait ends:
+with the answer, with the child's end, or at the deadline, at which the child is ended too (nobody knows its state).
+Generating and scoring have no deadline; there, a child that gives no sign of life is ended (engines/pulse.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,16 @@ import torch
 
 from megatron_vcpo.data.trajectory import Float32Array
 from megatron_vcpo.engines.log import grown, size_of
-from megatron_vcpo.engines.protocol import EngineError, GenerationRequest, GenerationResult, Sampling, UpdateReport
+from megatron_vcpo.engines.protocol import (
+    EngineError,
+    EngineSettings,
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngine,
+    Sampling,
+)
 from megatron_vcpo.engines.pulse import Listener, Pulse
-from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.sync.receiver import UpdateReport
 from megatron_vcpo.sync.transports.channel import BucketSender, WeightDelivery, receive_buckets
 
 _START = 900.0  # seconds to start the engine: it may compile and capture graphs
@@ -45,14 +52,14 @@ class ProcessEngine:
     """`RolloutEngine` in a child process, one for each trainer rank.
 
     Args:
-        settings: of the engine in the child; its `tensor_parallel_size` is 1.
+        settings: of the engine in the child, which has one rank.
         rank: of the trainer process, for messages.
         timeout: longest wait for the child in any phase of an update, and longest silence of a child that generates or
             scores. Seconds.
         bucket_bytes: of each of the two slots that weights go through.
     """
 
-    def __init__(self, settings: VLLMSettings, *, rank: int, timeout: float, bucket_bytes: int) -> None:
+    def __init__(self, settings: EngineSettings, *, rank: int, timeout: float, bucket_bytes: int) -> None:
         """Start the child and wait until its engine runs. Raises EngineError when it cannot."""
         self.version: int | None = None
         self._rank = rank
@@ -84,13 +91,13 @@ class ProcessEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, progress: bool
     ) -> list[GenerationResult]:
-        """See `RolloutEngine.generate`."""
+        """See `Generator.generate`."""
         self._require_weights()
         self._post(("generate", list(requests), sampling, progress))
         return self._answer("generate")
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
-        """See `RolloutEngine.score`."""
+        """See `Generator.score`."""
         self._require_weights()
         self._post(("score", [list(ids) for ids in sequences], list(prompt_lengths)))
         return self._answer("score")
@@ -98,7 +105,7 @@ class ProcessEngine:
     def update_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
     ) -> UpdateReport:
-        """See `RolloutEngine.update_weights`. Raises EngineError naming the tensor, the process and the rank."""
+        """See `WeightReceiver.update_weights`. Raises EngineError naming the tensor, the process and the rank."""
         self.version = None
         self._last = "(none yet)"
         self._post(("update", version, verify))
@@ -125,7 +132,7 @@ class ProcessEngine:
         return report
 
     def shutdown(self) -> None:
-        """See `RolloutEngine.shutdown`."""
+        """See `Generator.shutdown`."""
         self.version = None
         if self._process.poll() is None:
             try:
@@ -285,7 +292,7 @@ class _Host:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._engine: VLLMEngine | None = None
+        self._engine: RolloutEngine | None = None
         self._indices: dict[int, Any] = {}
         self._opener: Any = None
 
@@ -312,7 +319,7 @@ class _Host:
         if what == "start":
             settings, threads = arguments
             torch.set_num_threads(threads)
-            self._engine = VLLMEngine(settings)
+            self._engine = settings.build()
             return self._engine.float32_weights
         assert self._engine is not None
         match what:
@@ -325,7 +332,7 @@ class _Host:
                 return self._update(self._engine, *arguments)
         raise EngineError(f"an unexpected message {what!r} came")
 
-    def _update(self, engine: VLLMEngine, version: int, verify: bool) -> UpdateReport:
+    def _update(self, engine: RolloutEngine, version: int, verify: bool) -> UpdateReport:
         if self._opener is None:
             self._opener = _opener()
         weights = receive_buckets(

@@ -1,15 +1,14 @@
-"""The protocol between the flow and whatever generates: `sync/` and `rollout/` meet only here."""
+"""What the flow asks of an engine: `Generator`. What weights are published to is sync's `WeightReceiver`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from megatron_vcpo.data.routes import RouteArray
 from megatron_vcpo.data.trajectory import Float32Array, Int32Array
+from megatron_vcpo.sync.receiver import WeightReceiver
 
 
 class EngineError(RuntimeError):
@@ -40,51 +39,46 @@ class GenerationResult:
 
     response_ids: Int32Array  # [L]
     logprobs: Float32Array  # [L] of the distribution that was really sampled from
+    versions: Int32Array  # [L] policy version of the weights that sampled the token
     text: str  # with the text of special tokens
     truncated: bool
     routed_experts: RouteArray | None = None  # [P + L, layers with experts, k], where the engine was asked for them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport:
-    """How one set of weights reached the engine."""
+class Generator(Protocol):
+    """Draws responses. One request in, one result out; a result says of each token which weights sampled it.
 
-    copied: int = 0  # tensors written straight into the engine's memory
-    reloaded: int = 0  # tensors that went through the engine's own loader
-    received: dict[str, int] | None = None  # digest of each tensor as it arrived, of a verified update
-    unreadable: tuple[str, ...] = ()  # tensors that a verified update could not read back from the engine
-
-
-class RolloutEngine(Protocol):
-    """Generates responses with weights of a known version.
-
-    An engine is colocated with the trainer: every method is called on all ranks of the engine together, in the same
+    Where it shares processes with the trainer, every method is called on all ranks of the engine together, in the same
     order, and leaves the trainer's RNG, thread count and default dtype as they were.
     """
-
-    version: int | None
-    """Policy version of the weights it serves; None while no complete set has arrived: generate() then refuses."""
-
-    float32_weights: frozenset[str]
-    """Parameters that it holds in float32, whatever its type: they are published in float32."""
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, progress: bool
     ) -> list[GenerationResult]:
-        """Draw one response per request, in the order of the requests."""
+        """Draw one response per request, in the order of the requests.
+
+        Raises:
+            EngineError: it has no complete set of weights, or failed.
+        """
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
         """Log-probs at temperature 1 of each sequence's tokens from prompt_lengths[i] on, [len - prompt_length]
         each."""
 
-    def update_weights(
-        self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
-    ) -> UpdateReport:
-        """Replace all weights by the named tensors (Hugging Face names, full shapes), then reset the prefix cache once.
-
-        With `verify` the old values are spoiled first, and what the engine then holds is compared with what came.
-        The producer may reuse a tensor's memory as soon as the next one is asked for. Any error leaves `version` None.
-        """
-
     def shutdown(self) -> None:
         """Release memory and processes; safe to call twice."""
+
+
+class RolloutEngine(Generator, WeightReceiver, Protocol):
+    """Both in one: a rollout engine generates with the weights it was sent last."""
+
+
+class EngineSettings(Protocol):
+    """What an engine can be built from, also in another process: it pickles."""
+
+    @property
+    def log_file(self) -> str | None:
+        """Where the engine writes what it says when it fails."""
+
+    def build(self) -> RolloutEngine:
+        """The engine, in this process. Raises EngineError when it cannot start."""

@@ -9,7 +9,8 @@ import torch
 from megatron_vcpo.checkpoint.quantize.recipe import QuantizationRecipe
 from megatron_vcpo.data.digests import digest
 from megatron_vcpo.data.trajectory import Float32Array
-from megatron_vcpo.engines.protocol import GenerationRequest, GenerationResult, RolloutEngine, Sampling, UpdateReport
+from megatron_vcpo.engines.protocol import GenerationRequest, GenerationResult, RolloutEngine, Sampling
+from megatron_vcpo.sync.receiver import UpdateReport
 
 
 class QuantizedEngine:
@@ -27,7 +28,7 @@ class QuantizedEngine:
 
     @property
     def version(self) -> int | None:
-        """See `RolloutEngine.version`."""
+        """See `WeightReceiver.version`."""
         return self._engine.version
 
     @version.setter
@@ -37,7 +38,7 @@ class QuantizedEngine:
     def update_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
     ) -> UpdateReport:
-        """See `RolloutEngine.update_weights`. The report counts quantized tensors, and digests are of plain ones: what
+        """See `WeightReceiver.update_weights`. The report counts quantized tensors, and digests are of plain ones: what
         the engine then holds is compared with its quantized form by the engine itself."""
         received: dict[str, int] = {}
 
@@ -58,13 +59,13 @@ class QuantizedEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, progress: bool
     ) -> list[GenerationResult]:
-        """See `RolloutEngine.generate`."""
+        """See `Generator.generate`."""
         return self._engine.generate(requests, sampling, progress=progress)
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
-        """See `RolloutEngine.score`."""
+        """See `Generator.score`."""
         return self._engine.score(sequences, prompt_lengths)
 
     def shutdown(self) -> None:
-        """See `RolloutEngine.shutdown`."""
+        """See `Generator.shutdown`."""
         self._engine.shutdown()

@@ -15,10 +15,10 @@ import numpy as np
 
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.data.trajectory import Trajectory
-from megatron_vcpo.launch.preflight import Inputs
 from megatron_vcpo.mcore.step.policy_step import PolicyStep
 from megatron_vcpo.observability.metrics import MetricsFileError, MetricsLog, iteration_line
 from megatron_vcpo.observability.trackers import Trackers
+from megatron_vcpo.rollout.inputs import Inputs
 from megatron_vcpo.runtime.agreement import raise_together
 
 _RENAMED = {"pg_loss": "loss", "mismatch_k3": "mismatch_kl"}

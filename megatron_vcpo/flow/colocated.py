@@ -25,7 +25,6 @@ from megatron_vcpo.flow.buffer import TrajectoryBuffer
 from megatron_vcpo.flow.evaluation import evaluate
 from megatron_vcpo.flow.policy_model import model_description, padded_vocab_size
 from megatron_vcpo.flow.routes import mismatch_with_and_without, with_trainer_routes
-from megatron_vcpo.launch.preflight import Inputs, environment_arguments
 from megatron_vcpo.mcore.reductions import collective_device
 from megatron_vcpo.mcore.step.policy_step import PolicyStep
 from megatron_vcpo.models.description import ModelFacts
@@ -34,6 +33,7 @@ from megatron_vcpo.observability.metrics import MetricsFileError
 from megatron_vcpo.observability.samples import SamplesLog
 from megatron_vcpo.patches import megatron_cpu, torch_cuda_alias, vllm_cpu_int8_saturation
 from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector
+from megatron_vcpo.rollout.inputs import Inputs, environment_arguments
 from megatron_vcpo.rollout.rewards.pool import RewardPool
 from megatron_vcpo.rollout.sampler import PromptSampler
 from megatron_vcpo.rollout.stopping import describe_stops

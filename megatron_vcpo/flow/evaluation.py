@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.engines.protocol import GenerationRequest, RolloutEngine
+from megatron_vcpo.environments.encoding import encode_prompt
 from megatron_vcpo.environments.protocol import Environment, Prompt, draw_prompt, size_of
 from megatron_vcpo.rollout.collector import EnginePlace, judge, response_seed
 from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.rewards.pool import RewardPool
-from megatron_vcpo.rollout.sampler import encode_prompt
 from megatron_vcpo.rollout.stopping import sampling
 from megatron_vcpo.runtime.agreement import raise_together
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
 from megatron_vcpo.config import PluginConfig
-from megatron_vcpo.launch.preflight import Inputs
 from megatron_vcpo.mcore.reductions import collective_device
+from megatron_vcpo.models.building.rotary import check_rotary
 from megatron_vcpo.models.description import ModelDescription, ModelFacts, describe_megatron
 from megatron_vcpo.models.naming import unwrap
-from megatron_vcpo.models.rotary import check_rotary
+from megatron_vcpo.rollout.inputs import Inputs
 
 
 def model_description(

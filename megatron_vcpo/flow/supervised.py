@@ -12,9 +12,9 @@ from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.environments.protocol import draw_prompt, require_unicode
 from megatron_vcpo.flow.base import BaseFlow, StepBatch
-from megatron_vcpo.launch.preflight import Inputs
 from megatron_vcpo.mcore.step.policy_step import PolicyStep
 from megatron_vcpo.objective import LossInputs, LossOutputs
+from megatron_vcpo.rollout.inputs import Inputs
 
 _KEPT = ("iteration", "train_iters", "version", "loss", "lr", "grad_norm", "skipped", "response_length")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from megatron_vcpo.checkpoint.quantize.recipe import QuantizationRecipe, is_quan
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.environments import Environment, EnvironmentSetupError, draw_prompt, make_environment
 from megatron_vcpo.environments.protocol import size_of
-from megatron_vcpo.environments.questions import strict_json
 from megatron_vcpo.launch.dry_run import cache_tokens
 from megatron_vcpo.launch.megatron_flags import reason
 from megatron_vcpo.models.description import ModelFacts, describe_hf, describe_megatron
@@ -36,22 +33,11 @@ from megatron_vcpo.objective import load_loss
 from megatron_vcpo.patches import checkpoint_unpickling, megatron_cpu
 from megatron_vcpo.patches.checkpoint_unpickling import UnreadableCheckpoint
 from megatron_vcpo.rollout.decode import ResponseDecoder
+from megatron_vcpo.rollout.inputs import Inputs, environment_arguments
 from megatron_vcpo.rollout.sampler import PromptSampler
 from megatron_vcpo.rollout.stopping import stop_token_ids
 
 _SHOWN = 200  # characters of a flag's value in a sentence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What the checks had to open anyway, for the run to use."""
-
-    environment: Environment
-    eval_environment: Environment | None
-    tokenizer: Any
-    vocab_size: int  # rows of the embedding that are real tokens
-    files: ModelFiles  # what belongs to the model beside its weights, with the run's tokenizer
-    decode: ResponseDecoder  # what is judged of a response
 
 
 def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
@@ -152,26 +138,6 @@ def _check_cache_fits(cache_bytes: int) -> None:
             f"--rollout-engine-kv-cache-bytes {cache_bytes} for each of {engines} engine rank(s) is more than the "
             f"{memory} bytes of this machine's memory; lower it."
         )
-
-
-def environment_arguments(config: PluginConfig) -> dict[str, Any]:
-    """--rollout-environment-config as keyword arguments."""
-    text = config.rollout.environment_config
-    shown = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + " ...")
-    try:
-        parsed = strict_json(text)
-    except ValueError as error:
-        raise ConfigError(f"--rollout-environment-config is not JSON ({error}): {shown}.") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"--rollout-environment-config must be a JSON object, not {shown}.")
-    try:
-        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError as error:
-        raise ConfigError(
-            f"--rollout-environment-config holds a number that is not finite, or text that is not Unicode ({error}): "
-            f"{shown}."
-        ) from error
-    return parsed
 
 
 def _environments(config: PluginConfig) -> tuple[Environment, Environment | None]:

@@ -149,7 +149,7 @@ class RolloutCollector:
             prompt_ids=np.array(drawn.ids, np.int32),
             response_ids=result.response_ids,
             behavior_logprobs=result.logprobs,
-            versions=np.full(length, self.engine.version, np.int32),
+            versions=result.versions,
             response_mask=np.ones(length, np.bool_),
             reward=float(outcome.reward or 0.0),
             reward_parts=dict(outcome.parts),

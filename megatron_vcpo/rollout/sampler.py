@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_vcpo.config import ConfigError
+from megatron_vcpo.environments.encoding import encode_prompt
 from megatron_vcpo.environments.protocol import Environment, Prompt, draw_prompt, size_of
 
 _MAX_SKIPPED_IN_A_ROW = 1000  # over-long prompts before the bound itself must be wrong
@@ -115,13 +116,3 @@ class PromptSampler:
                     f"order would not continue; restore {flag}, or add --finetune to start a new run from its weights."
                 )
         self._position, self._drawn, self.skipped = (int(state[k]) for k in ("position", "drawn", "skipped"))
-
-
-def encode_prompt(tokenizer: Any, prompt: Prompt, *, chat: bool) -> tuple[Prompt, list[int]]:
-    """The prompt and its token ids; where `chat` is set, as one user message, with what the template made of it."""
-    if not chat:
-        return prompt, list(tokenizer.encode(prompt.text))
-    messages = [{"role": "user", "content": prompt.text}]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # The template writes the special tokens itself.
-    return replace(prompt, rendered=rendered), list(tokenizer.encode(rendered, add_special_tokens=False))

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from megatron_vcpo.config import SyncConfig
 from megatron_vcpo.data.digests import digest
-from megatron_vcpo.engines.protocol import RolloutEngine, UpdateReport
 from megatron_vcpo.models.naming import Family, ModelShape
 from megatron_vcpo.runtime.agreement import raise_together
 from megatron_vcpo.sync.deadline import Deadline
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.gather import WeightGatherer
+from megatron_vcpo.sync.receiver import UpdateReport, WeightReceiver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class WeightSynchronizer:
         family: Family,
         shape: ModelShape,
         groups: Any | None,
-        engine: RolloutEngine,
+        engine: WeightReceiver,
         config: SyncConfig,
         *,
         dtype: torch.dtype,

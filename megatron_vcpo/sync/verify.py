@@ -1,18 +1,15 @@
-"""logit_probe: does the engine compute what the trainer computes?"""
+"""Does the engine compute what the trainer computes?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megatron_vcpo.data.trajectory import Float32Array
-from megatron_vcpo.engines.protocol import RolloutEngine
 from megatron_vcpo.sync.errors import SyncError
-
-ScoreFunction = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Float32Array]]
 
 DEFAULT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Largest mean absolute difference, in nats, that different kernels of one type explain."""
@@ -32,33 +29,6 @@ class ProbeResult:
     tokens: int
 
 
-def logit_probe(
-    engine: RolloutEngine,
-    score_fn: ScoreFunction,
-    sequences: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    tolerance: float | None = None,
-) -> ProbeResult:
-    """Compare the engine's log-probs with the trainer's on the same tokens, at temperature 1.
-
-    Args:
-        engine: serves the weights that were just published.
-        score_fn: the trainer's `score`: (sequences, prompt_lengths) -> one array [len - prompt_length] each.
-        sequences: token ids, prompt and response.
-        prompt_lengths: tokens of each sequence that are not scored.
-        dtype: the engine's type, which decides the default tolerance.
-        tolerance: largest allowed mean absolute difference, in nats.
-
-    Raises:
-        SyncError: the mean is above the tolerance or anything is not finite. The message holds both figures.
-    """
-    theirs = engine.score(sequences, prompt_lengths)
-    ours = score_fn(sequences, prompt_lengths)
-    return compare_logprobs(ours, theirs, dtype=dtype, tolerance=tolerance, version=engine.version)
-
-
 def compare_logprobs(
     trainer: Sequence[Float32Array],
     engine: Sequence[Float32Array],
@@ -67,7 +37,18 @@ def compare_logprobs(
     tolerance: float | None = None,
     version: int | None = None,
 ) -> ProbeResult:
-    """The comparison of `logit_probe` on arrays [L_i] that are already there."""
+    """Compare the engine's log-probs with the trainer's on the same tokens.
+
+    Args:
+        trainer: one array [L_i] for each sequence.
+        engine: the same sequences' of the engine, whose weights were just published.
+        dtype: the engine's type, which decides the default tolerance.
+        tolerance: largest allowed mean absolute difference, in nats.
+        version: of the published weights, for the message.
+
+    Raises:
+        SyncError: the mean is above the tolerance or anything is not finite. The message holds both figures.
+    """
     lengths = ([len(x) for x in trainer], [len(x) for x in engine])
     if lengths[0] != lengths[1] or not sum(lengths[0]):
         raise SyncError(f"Trainer and engine scored different tokens, or none: {lengths[0]} against {lengths[1]}.")

@@ -24,7 +24,7 @@ megatron_cpu.install()
 from megatron_vcpo.checkpoint.convert.source import MegatronSource  # noqa: E402
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf  # noqa: E402
 from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron  # noqa: E402
-from megatron_vcpo.models.offline import single_process  # noqa: E402
+from megatron_vcpo.models.building.offline import single_process  # noqa: E402
 
 
 def kill(source: str, target: str, limit: str) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_vcpo.checkpoint.convert.read import TorchDistFolder
 from megatron_vcpo.checkpoint.convert.source import MegatronSource
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
 from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
+from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
 from megatron_vcpo.models.errors import CheckpointError
 from tests.oracle.model_pairs import save_hf_model
 

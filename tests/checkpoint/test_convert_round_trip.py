@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM
 from megatron_vcpo.checkpoint.convert.command import options_of
 from megatron_vcpo.checkpoint.convert.compare import compare, compare_logits
 from megatron_vcpo.checkpoint.convert.flags import TargetLayout
-from megatron_vcpo.checkpoint.convert.read import TorchDistFolder
 from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
 from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
+from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
+from megatron_vcpo.models.building.offline import args_from_flags, build_model
+from megatron_vcpo.models.building.rotary import check_rotary
 from megatron_vcpo.models.description import describe_hf
 from megatron_vcpo.models.errors import CheckpointError
-from megatron_vcpo.models.offline import args_from_flags, build_model
-from megatron_vcpo.models.rotary import check_rotary
 from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, save_hf_model
 
 CASES = [(name, name not in ("llama", "qwen3_moe", "gpt_oss")) for name in ALL_FAMILIES] + [("llama", True)]

@@ -17,10 +17,10 @@ from megatron_vcpo.checkpoint.hf_config import (
     write_model_dir,
 )
 from megatron_vcpo.checkpoint.model_files import read_model_folder
+from megatron_vcpo.models.building.rotary import check_rotary, rotary_frequencies, yarn_scales
 from megatron_vcpo.models.description import ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.models.description.hf import check_engine_reads
 from megatron_vcpo.models.errors import CheckpointError
-from megatron_vcpo.models.rotary import check_rotary, rotary_frequencies, yarn_scales
 from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, gpt_models, save_hf_model, transformer_config
 
 LLAMA3 = {

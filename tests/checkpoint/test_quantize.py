@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_vcpo.checkpoint.convert.folder import PartialFolder
+from megatron_vcpo.checkpoint.partial_folder import PartialFolder
 from megatron_vcpo.checkpoint.quantize import calibrate as quantize
 from megatron_vcpo.checkpoint.quantize.calibrate import (
     REPORT_FILE,

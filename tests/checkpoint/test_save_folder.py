@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_vcpo.checkpoint.convert.read import TRACKER
 from megatron_vcpo.checkpoint.save_folder import check_folders, is_complete, newest_complete, set_aside
+from megatron_vcpo.checkpoint.torch_dist import TRACKER
 from megatron_vcpo.config import ConfigError
 
 

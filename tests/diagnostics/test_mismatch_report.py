@@ -114,7 +114,7 @@ def test_a_megatron_checkpoint_is_read_like_the_one_it_was_made_from(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
-    from megatron_vcpo.models.offline import single_process
+    from megatron_vcpo.models.building.offline import single_process
 
     with single_process():
         convert_to_megatron(dense, tmp_path / "megatron", Options()).folder.commit()
@@ -131,7 +131,7 @@ def test_routes_of_the_batch_are_replayed_and_other_experts_are_the_routing_row(
     moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_vcpo.diagnostics.mismatch.scores import TrainerModel, open_weights
-    from megatron_vcpo.models.offline import single_process
+    from megatron_vcpo.models.building.offline import single_process
 
     batch = batch_of(tiny_models.load(moe))
     with single_process():

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from examples.char_tokenizer import write_char_tokenizer
 from megatron_vcpo.checkpoint.convert.compare_files import file_differences
-from megatron_vcpo.checkpoint.convert.read import TorchDistFolder
 from megatron_vcpo.checkpoint.convert.source import MegatronSource
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
 from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
 from megatron_vcpo.checkpoint.model_files import read_model_folder
+from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
 from tests.oracle.model_pairs import save_hf_model
 from tests.oracle.single_process import single_process_megatron
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.char_tokenizer import write_char_tokenizer
-from megatron_vcpo.checkpoint.convert.read import TRACKER
+from megatron_vcpo.checkpoint.torch_dist import TRACKER
 from megatron_vcpo.launch.folder_lock import LOCK_FILE, FolderLock
 from megatron_vcpo.observability.metrics import read_metrics
 

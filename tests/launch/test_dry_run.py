@@ -196,7 +196,7 @@ def test_the_large_mixtures_have_the_published_numbers_of_parameters(model: dict
 
 @pytest.mark.parametrize("q_lora_rank", [None, 16], ids=["direct queries", "latent queries"])
 def test_the_count_of_latent_attention_and_shared_experts_is_that_of_the_built_model(q_lora_rank: int | None) -> None:
-    from megatron_vcpo.models.offline import args_from_flags, build_model, single_process
+    from megatron_vcpo.models.building.offline import args_from_flags, build_model, single_process
 
     flags = ["--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "48"]
     flags += ["--multi-latent-attention", "--kv-lora-rank", "12", "--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4"]

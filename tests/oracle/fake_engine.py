@@ -35,6 +35,7 @@ class FakeEngine:
         return GenerationResult(
             response_ids=ids,
             logprobs=-random.random(len(ids)).astype(np.float32),
+            versions=np.full(len(ids), self.version, np.int32),
             text="",
             truncated=truncated,
         )

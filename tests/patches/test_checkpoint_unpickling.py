@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_vcpo.checkpoint.convert.read import TorchDistFolder
+from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.launch import preflight
 from megatron_vcpo.launch.failures import failure_sentence

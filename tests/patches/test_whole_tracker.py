@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vcpo.checkpoint.convert.read import TRACKER
+from megatron_vcpo.checkpoint.torch_dist import TRACKER
 from megatron_vcpo.patches import whole_tracker
 from tests.oracle.single_process import single_process_megatron
 

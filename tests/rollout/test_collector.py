@@ -206,7 +206,9 @@ def test_tags_that_are_special_tokens_reach_the_judge():
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
     ids = np.array([*tokenizer.encode("<answer>2</answer>"), EOS], np.int32)
-    result = GenerationResult(response_ids=ids, logprobs=np.zeros(4, np.float32), text="", truncated=False)
+    result = GenerationResult(
+        response_ids=ids, logprobs=np.zeros(4, np.float32), versions=np.zeros(4, np.int32), text="", truncated=False
+    )
     rewards = InlineRewards(CountedCharacters())
     judge(rewards, [Prompt(text="1+1")], [result], ResponseDecoder(tokenizer))
     assert rewards.judged == [(Prompt(text="1+1"), "<answer>2</answer>")]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.environments import EnvironmentSetupError, Prompt
-from megatron_vcpo.rollout.sampler import PromptSampler, encode_prompt
+from megatron_vcpo.environments.encoding import encode_prompt
+from megatron_vcpo.rollout.sampler import PromptSampler
 from tests.oracle.fake_engine import CountedCharacters
 from tests.oracle.tiny_models import character_tokenizer
 

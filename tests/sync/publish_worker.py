@@ -20,7 +20,7 @@ from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.models.description import ModelFacts, describe_megatron
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
-from megatron_vcpo.sync.verify import logit_probe
+from tests.oracle.logit_probe import logit_probe
 from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_models import EOS, character_tokenizer

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from megatron_vcpo.checkpoint.hf_config import check_config_matches
 from megatron_vcpo.checkpoint.load_hf import load_hf_checkpoint
+from megatron_vcpo.models.building.rotary import check_rotary
 from megatron_vcpo.models.description import ModelFacts
 from megatron_vcpo.models.naming import ModelShape, family_by_name
-from megatron_vcpo.models.rotary import check_rotary
 from megatron_vcpo.sync.gather import WeightGatherer
 from tests.oracle.model_pairs import ALL_FAMILIES, MOE_FFN, VOCAB, gpt_models, save_hf_model, transformer_config
 

@@ -14,9 +14,10 @@ import torch
 
 from megatron_vcpo.config import SyncConfig
 from megatron_vcpo.data.digests import digest
-from megatron_vcpo.engines.protocol import EngineError, UpdateReport
+from megatron_vcpo.engines.protocol import EngineError
 from megatron_vcpo.models.naming import ModelShape, family_by_name
 from megatron_vcpo.sync.errors import SyncError
+from megatron_vcpo.sync.receiver import UpdateReport
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer, is_finite
 from tests.oracle.model_pairs import VOCAB, gpt_models, transformer_config
 

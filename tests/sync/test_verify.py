@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_vcpo.sync.errors import SyncError
-from megatron_vcpo.sync.verify import compare_logprobs, logit_probe
+from megatron_vcpo.sync.verify import compare_logprobs
+from tests.oracle.logit_probe import logit_probe
 
 
 def arrays(*values: list[float]) -> list[Any]:

@@ -19,8 +19,8 @@ from megatron_vcpo.checkpoint.convert.flags import DTYPES, TargetLayout
 from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource, Source, open_source
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
 from megatron_vcpo.checkpoint.convert.to_megatron import Options, Result, convert_to_megatron, hf_bytes, stored_dtype
+from megatron_vcpo.models.building.offline import single_process
 from megatron_vcpo.models.errors import CheckpointError
-from megatron_vcpo.models.offline import single_process
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

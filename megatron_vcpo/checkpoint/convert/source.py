@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from megatron_vcpo.checkpoint.convert.entries import Entries, assemble, global_sizes
-from megatron_vcpo.checkpoint.convert.read import TorchDistFolder, is_megatron
 from megatron_vcpo.checkpoint.load_hf import check_names
 from megatron_vcpo.checkpoint.model_files import ModelFiles, fingerprint, read_model_folder, read_record
 from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
+from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder, is_megatron
+from megatron_vcpo.models.building.offline import args_from_checkpoint, build_model, describe_args
 from megatron_vcpo.models.description import ModelDescription, describe_hf
 from megatron_vcpo.models.errors import CheckpointError, some
 from megatron_vcpo.models.naming import ParameterSpec, export_tensors, import_shard, join_experts
-from megatron_vcpo.models.offline import args_from_checkpoint, build_model, describe_args
 
 _TYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _RELEASE_BYTES = 16 << 20  # mapped pages of files that were read count as memory until the files are closed

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_vcpo.checkpoint.convert.flags import FLAGS_FILE, model_flags, script
-from megatron_vcpo.checkpoint.convert.folder import PartialFolder
 from megatron_vcpo.checkpoint.convert.source import MegatronSource, convert
 from megatron_vcpo.checkpoint.convert.to_megatron import Options, Result, hf_bytes, stored_dtype
 from megatron_vcpo.checkpoint.convert.write import split
 from megatron_vcpo.checkpoint.hf_config import hf_config_from_megatron
 from megatron_vcpo.checkpoint.model_files import CONFIG, ModelFiles, with_chosen_tokenizer, write_into
+from megatron_vcpo.checkpoint.partial_folder import PartialFolder
 from megatron_vcpo.models.description import ModelFacts
 from megatron_vcpo.models.naming import ParameterSpec
 

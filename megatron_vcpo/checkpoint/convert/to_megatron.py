@@ -15,14 +15,14 @@ import torch
 from megatron_vcpo.checkpoint import checksums
 from megatron_vcpo.checkpoint.convert.entries import Entries, pieces
 from megatron_vcpo.checkpoint.convert.flags import FLAGS_FILE, TargetLayout, model_flags, script
-from megatron_vcpo.checkpoint.convert.folder import PartialFolder
-from megatron_vcpo.checkpoint.convert.read import TRACKER
 from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, convert
 from megatron_vcpo.checkpoint.convert.write import StreamingSave, Unit
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
 from megatron_vcpo.checkpoint.model_files import CONFIG, RECORD, ModelFiles, write_into
+from megatron_vcpo.checkpoint.partial_folder import PartialFolder
+from megatron_vcpo.checkpoint.torch_dist import TRACKER
+from megatron_vcpo.models.building.offline import args_from_flags, build_model
 from megatron_vcpo.models.naming import ParameterSpec
-from megatron_vcpo.models.offline import args_from_flags, build_model
 
 # Megatron starts at iteration 0, without optimizer state, from a checkpoint of this name.
 RELEASE = "release"

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_vcpo.checkpoint.convert.entries import global_sizes
-from megatron_vcpo.checkpoint.convert.folder import PartialFolder
+from megatron_vcpo.checkpoint.partial_folder import PartialFolder
 
 # (key, offset in the global tensor or None for an object, first byte, bytes): JSON for the journal
 _Stored = tuple[str, list[int] | None, int, int]

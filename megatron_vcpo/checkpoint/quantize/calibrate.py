@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.checkpoint.convert.folder import PartialFolder
 from megatron_vcpo.checkpoint.load_hf import check_hf_folder
 from megatron_vcpo.checkpoint.model_files import CONFIG, load_tokenizer, read_model_folder, write_into
+from megatron_vcpo.checkpoint.partial_folder import PartialFolder
 from megatron_vcpo.checkpoint.quantize.recipe import is_quantized
 from megatron_vcpo.environments import Prompt
+from megatron_vcpo.environments.encoding import encode_prompt
 from megatron_vcpo.models.description.hf import describe_hf
 from megatron_vcpo.models.errors import CheckpointError, some
 from megatron_vcpo.objective import kl_estimate
-from megatron_vcpo.rollout.sampler import encode_prompt
 
 CONFIGURATIONS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 """Format -> the optimizer's configuration: static scales, from the largest magnitude."""

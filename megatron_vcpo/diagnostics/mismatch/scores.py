@@ -17,22 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_vcpo.checkpoint.convert.read import is_megatron
 from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource, Source
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for, write_model_dir
 from megatron_vcpo.checkpoint.model_files import with_chosen_tokenizer
+from megatron_vcpo.checkpoint.torch_dist import is_megatron
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.diagnostics.mismatch.report import Values
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
 from megatron_vcpo.mcore.packing import MicroBatch, RowAlignment, build_micro_batch, plan_micro_batches
 from megatron_vcpo.mcore.routers.accounting import recorded_routes
 from megatron_vcpo.mcore.routers.replay import RouterReplay
+from megatron_vcpo.models.building.layer_spec import packed_local_spec
+from megatron_vcpo.models.building.offline import args_from_flags
 from megatron_vcpo.models.description import ModelFacts
 from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.models.match import match_model
-from megatron_vcpo.models.offline import args_from_flags
 from megatron_vcpo.patches import mla_direct_query
-from megatron_vcpo.plugin import packed_local_spec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOKENS_PER_PASS = 4096

@@ -22,7 +22,7 @@ from megatron_vcpo.data.routes import RouteArray
 from megatron_vcpo.data.trajectory import Float32Array
 from megatron_vcpo.engines.log import EngineLog, logging_variables
 from megatron_vcpo.engines.process_state import EngineTurn
-from megatron_vcpo.engines.protocol import EngineError, GenerationRequest, GenerationResult, Sampling, UpdateReport
+from megatron_vcpo.engines.protocol import EngineError, GenerationRequest, GenerationResult, Sampling
 from megatron_vcpo.engines.vllm.routes import VLLMRoutes, engine_flags
 from megatron_vcpo.engines.vllm.weights import WeightLoader
 from megatron_vcpo.patches import (
@@ -34,6 +34,7 @@ from megatron_vcpo.patches import (
     vllm_shutdown_process_group,
 )
 from megatron_vcpo.runtime.private_folder import use_private_folder
+from megatron_vcpo.sync.receiver import UpdateReport
 
 _LOGPROB_EPSILON = 1e-4  # rounding may lift the log-prob of a near-certain token this far above 0
 
@@ -63,6 +64,10 @@ class VLLMSettings:
     enforce_eager: bool | None = None  # default: on a CPU only; elsewhere CUDA graphs are captured
     return_routes: bool = False  # responses come with the experts that served each token
     log_file: str | None = None  # takes what vLLM logs when it fails; default: a temporary file
+
+    def build(self) -> VLLMEngine:
+        """See `EngineSettings.build`."""
+        return VLLMEngine(self)
 
 
 class VLLMEngine:
@@ -104,7 +109,7 @@ class VLLMEngine:
     def update_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
     ) -> UpdateReport:
-        """See `RolloutEngine.update_weights`. Raises EngineError naming the tensor or the parameters left out."""
+        """See `WeightReceiver.update_weights`. Raises EngineError naming the tensor or the parameters left out."""
         llm = self._running()
         self.version = None
         with self._turn, self._log.collecting():
@@ -122,7 +127,7 @@ class VLLMEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, progress: bool
     ) -> list[GenerationResult]:
-        """See `RolloutEngine.generate`. Raises EngineError, naming the request, on log-probs no one can train on."""
+        """See `Generator.generate`. Raises EngineError, naming the request, on log-probs no one can train on."""
         llm = self._running()
         if self.version is None:
             raise EngineError(
@@ -155,10 +160,13 @@ class VLLMEngine:
             raise EngineError(f"vLLM returned {len(outputs)} responses to {len(requests)} requests.")
         routes = self._routes.take(outputs) if self._routes is not None else [None] * len(outputs)
         with self._guarding_cache():
-            return [_result(number, output, route) for number, (output, route) in enumerate(zip(outputs, routes))]
+            return [
+                _result(number, output, self.version, route)
+                for number, (output, route) in enumerate(zip(outputs, routes))
+            ]
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
-        """See `RolloutEngine.score`. The prefix cache is not read: it holds no log-probs."""
+        """See `Generator.score`. The prefix cache is not read: it holds no log-probs."""
         llm = self._running()
         if self.version is None:
             raise EngineError("The engine has no complete set of weights to score with; call update_weights() first.")
@@ -193,7 +201,7 @@ class VLLMEngine:
         return scores
 
     def shutdown(self) -> None:
-        """See `RolloutEngine.shutdown`."""
+        """See `Generator.shutdown`."""
         self.version = None
         llm, self._llm = self._llm, None
         if llm is not None:
@@ -332,7 +340,7 @@ def _checked(name: str, logprobs: Sequence[float]) -> Float32Array:
     return np.minimum(values, np.float32(0.0))
 
 
-def _result(number: int, output: Any, routes: RouteArray | None = None) -> GenerationResult:
+def _result(number: int, output: Any, version: int, routes: RouteArray | None = None) -> GenerationResult:
     completion = output.outputs[0]
     ids = np.asarray(completion.token_ids, dtype=np.int32)
     sampled = completion.logprobs.token_ids
@@ -343,6 +351,7 @@ def _result(number: int, output: Any, routes: RouteArray | None = None) -> Gener
     return GenerationResult(
         response_ids=ids,
         logprobs=_checked(f"request {number}", completion.logprobs.logprobs),
+        versions=np.full(len(ids), version, np.int32),  # weights only change between two calls
         text=completion.text,
         truncated=completion.finish_reason == "length",
         routed_experts=routes,

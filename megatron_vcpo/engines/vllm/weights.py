@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from megatron_vcpo.data.digests import digest
-from megatron_vcpo.engines.protocol import EngineError, UpdateReport
+from megatron_vcpo.engines.protocol import EngineError
 from megatron_vcpo.engines.vllm.audit import WeightAudit
 from megatron_vcpo.engines.vllm.plan import CopyPlan
 from megatron_vcpo.engines.vllm.recorder import CopyRecorder
 from megatron_vcpo.patches import vllm_cpu_moe_reload, vllm_cpu_tied_head
+from megatron_vcpo.sync.receiver import UpdateReport
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

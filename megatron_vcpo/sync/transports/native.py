@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.engines.protocol import UpdateReport
 from megatron_vcpo.sync.errors import SyncError
+from megatron_vcpo.sync.receiver import UpdateReport
 
 KNOWN_VERSIONS = "vllm 0.32"
 _PACKAGE = "vllm.distributed.weight_transfer"

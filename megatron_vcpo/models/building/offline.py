@@ -149,7 +149,7 @@ def build_model(args: argparse.Namespace, *, weights: bool) -> Any:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron_vcpo.plugin import packed_local_spec  # the attention of training on a CPU
+    from megatron_vcpo.models.building.layer_spec import packed_local_spec  # the attention of training on a CPU
 
     mla_direct_query.apply()
     config = gpt_config_from_args(args)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vcpo.checkpoint.convert.folder import PartialFolder
+from megatron_vcpo.checkpoint.partial_folder import PartialFolder
 from megatron_vcpo.models.errors import CheckpointError
 
 SETTINGS = {"source": "a", "dtype": "bf16"}
