@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     from megatron_vcpo.data.saved_batch import load_batch
-    from megatron_vcpo.diagnostics.mismatch.measure import Options, measure, usable
+    from megatron_vcpo.diagnostics.mismatch.measure import MismatchOptions, measure, usable
     from megatron_vcpo.diagnostics.mismatch.picture import draw
     from megatron_vcpo.diagnostics.mismatch.report import advice, table
     from megatron_vcpo.diagnostics.mismatch.scores import open_weights
@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace) -> None:
     with single_process(), tempfile.TemporaryDirectory() as scratch:
         sampler = open_weights(options.sampler, step=options.sampler_step)
         policy = None if options.policy is None else open_weights(options.policy, step=options.policy_step)
-        asked = Options(
+        asked = MismatchOptions(
             trainer_dtype=trainer,
             engine_dtype=engine,
             dtypes=options.dtypes,

@@ -13,7 +13,7 @@ from megatron_vcpo.checkpoint.safetensors_folder import SafetensorsFolder
 from megatron_vcpo.models.description.hf import describe_hf
 from megatron_vcpo.models.errors import CheckpointError, some
 from megatron_vcpo.models.match import match_model
-from megatron_vcpo.models.naming import Family, Layout, ModelShape, ParameterSpec, import_shard
+from megatron_vcpo.models.naming import Family, ModelShape, ParameterLayout, ParameterSpec, import_shard
 from megatron_vcpo.models.naming.families import EMBEDDING, OUTPUT_LAYER
 from megatron_vcpo.runtime.agreement import raise_together
 
@@ -53,7 +53,7 @@ def load_hf_checkpoint(
     try:
         source = SafetensorsFolder(folder)
         check_names(source, specs, shape)
-        _fill(match.local, {spec.name: spec for spec in specs}, shape, source, Layout.of(groups))
+        _fill(match.local, {spec.name: spec for spec in specs}, shape, source, ParameterLayout.of(groups))
     except CheckpointError as error:
         failure = error
     raise_together(failure)
@@ -138,7 +138,7 @@ def _fill(
     specs: dict[str, ParameterSpec],
     shape: ModelShape,
     source: SafetensorsFolder,
-    layout: Layout,
+    layout: ParameterLayout,
 ) -> None:
     for name, parameter in local.items():
         # the last stage's copy of tied embeddings is filled from what it is a copy of

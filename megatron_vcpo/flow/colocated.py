@@ -218,7 +218,7 @@ class RolloutFlow(BaseFlow):
         if self._engine.version is None or self.version - self._engine.version >= self.config.sync.interval:
             with self.timer("sync"):
                 self._publish(model)
-        phase = self.collector.collect(self.config.rollout.phase_steps(self.config.sync.interval))
+        phase = self.collector.collect(self.config.staleness.steps_per_phase)
         for name, seconds in phase.seconds.items():
             self.add_seconds(name, seconds)
         self.count("rejected_rewards", phase.rejected)

@@ -77,13 +77,14 @@ def _heads(args: argparse.Namespace) -> tuple[str, str]:
 def _flow(args: argparse.Namespace, config: PluginConfig, tokenizer: Any | None) -> str:
     rollout, interval = config.rollout, config.sync.interval
     prompts, responses = rollout.prompts_per_step, rollout.responses_per_prompt
-    phase = rollout.phase_steps(interval)
+    staleness = config.staleness
+    phase = staleness.steps_per_phase
     every = f"every {rollout.eval_interval} steps on {rollout.eval_num_prompts} prompts"
     rows: list[tuple[str, object]] = [
         ("optimizer steps", args.train_iters),
         ("trajectories a step", f"{prompts * responses} ({prompts} prompts x {responses} responses)"),
         ("steps fed by one rollout phase", f"{phase} ({phase * prompts * responses:,} trajectories)"),
-        ("age of the oldest token, at most", f"{rollout.max_lag} steps; older trajectories are refused"),
+        ("age of the oldest token, at most", f"{staleness.max_lag} steps; older trajectories are refused"),
         ("weights published", f"every {interval} step(s), before a rollout phase"),
         ("prompt + response, at most", f"{rollout.max_prompt_length} + {rollout.max_response_length} tokens"),
         ("a response ends at", describe_stops(rollout, tokenizer)),
@@ -126,7 +127,7 @@ def _implied(args: argparse.Namespace, config: PluginConfig) -> dict[str, object
         "--vcpo-correction-upper": correction.upper,
         "--vcpo-ess-reference": "auto",  # known after the first steps
         "--vcpo-dry-run-processes": args.world_size,
-        "--rollout-steps-per-phase": rollout.phase_steps(config.sync.interval),
+        "--rollout-steps-per-phase": config.staleness.steps_per_phase,
         "--rollout-engine-dtype": dtype,
         "--rollout-run-dir": args.save or "runs/<date-time>",
         "--sync-verify-tolerance": QUANTIZED_TOLERANCE if rollout.engine_quantization else rounding,
@@ -341,7 +342,7 @@ def _memory(args: argparse.Namespace, config: PluginConfig) -> str:
 def waiting_bytes(args: argparse.Namespace, config: PluginConfig) -> int:
     """Trajectories of a whole phase, all of the greatest length: every process holds all of them."""
     rollout = config.rollout
-    trajectories = rollout.phase_steps(config.sync.interval) * rollout.prompts_per_step * rollout.responses_per_prompt
+    trajectories = config.staleness.steps_per_phase * rollout.prompts_per_step * rollout.responses_per_prompt
     prompt, response = int(rollout.max_prompt_length or 0), rollout.max_response_length
     routes = 0
     if rollout.router_replay != "off":

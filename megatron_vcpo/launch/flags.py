@@ -132,7 +132,7 @@ def resolve(args: argparse.Namespace, config: PluginConfig) -> None:
         config.vcpo.phase_deadline = 0.9 * 60.0 * args.distributed_timeout_minutes
     check_routers(args, config)
     _resolve_lengths(args, config)
-    _resolve_staleness(config)
+    config.staleness.require_attainable()
     _resolve_files(args, config)
 
 
@@ -160,20 +160,6 @@ def _resolve_lengths(args: argparse.Namespace, config: PluginConfig) -> None:
         raise ConfigError(
             f"--vcpo-tokens-per-micro-batch {config.vcpo.tokens_per_micro_batch} is less than the longest trajectory, "
             f"--rollout-max-prompt-length + --rollout-max-response-length = {longest}."
-        )
-
-
-def _resolve_staleness(config: PluginConfig) -> None:
-    rollout, interval = config.rollout, config.sync.interval
-    phase = rollout.phase_steps(interval)
-    if phase < 1:
-        raise ConfigError("--rollout-steps-per-phase must be at least 1.")
-    oldest = (interval - 1) // phase * phase + phase - 1 if interval > 1 else phase - 1
-    if oldest > rollout.max_lag:
-        raise ConfigError(
-            f"--sync-interval {interval} with {phase} step(s) per rollout phase trains on tokens up to {oldest} steps "
-            f"old, but --rollout-max-lag is {rollout.max_lag} and they would all be refused; raise --rollout-max-lag "
-            "or lower one of the two."
         )
 
 

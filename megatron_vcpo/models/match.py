@@ -9,7 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vcpo.models.naming import Layout, ModelShape, NamingError, ParameterSpec, local_parameters, local_problems
+from megatron_vcpo.models.naming import (
+    ModelShape,
+    NamingError,
+    ParameterLayout,
+    ParameterSpec,
+    local_parameters,
+    local_problems,
+)
 
 # Names that a pipeline stage holds (None: its model could not be read) and what is wrong with it.
 _Stage = tuple[list[str] | None, list[str]]
@@ -34,7 +41,7 @@ def match_model(
     model_chunks: Sequence[torch.nn.Module], specs: Sequence[ParameterSpec], shape: ModelShape, groups: Any | None
 ) -> Match:
     """Compare names and shapes in both directions. A collective over the pipeline group."""
-    layout = Layout.of(groups)
+    layout = ParameterLayout.of(groups)
     by_name = {spec.name: spec for spec in specs}
     local: dict[str, torch.Tensor] = {}
     names: list[str] | None = None
@@ -63,7 +70,7 @@ def _combine(
     stages: Sequence[_Stage],
     specs: Sequence[ParameterSpec],
     shape: ModelShape,
-    layout: Layout,
+    layout: ParameterLayout,
 ) -> Match:
     problems = [f"pipeline stage {stage}: {p}" for stage, (_, found) in enumerate(stages) for p in found]
     stage_of: dict[str, int] = {}

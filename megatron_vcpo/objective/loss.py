@@ -233,7 +233,7 @@ def trajectory_baselines(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Batch:
+class _LossBatch:
     """The micro-batch with everything unusable taken out."""
 
     ids: Tensor  # [T] trajectory of a position, n for none
@@ -246,7 +246,7 @@ class _Batch:
     entropy: Tensor | None  # [T] with gradient, anything where mask is False
 
 
-def _prepare(inputs: LossInputs) -> _Batch:
+def _prepare(inputs: LossInputs) -> _LossBatch:
     config, n = inputs.config, inputs.cu_seqlens.numel() - 1
     if config.kl_coefficient > 0.0 and inputs.reference_logprobs is None:
         raise ValueError("--vcpo-kl-coefficient above 0 needs reference_logprobs in the loss inputs.")
@@ -269,7 +269,7 @@ def _prepare(inputs: LossInputs) -> _Batch:
     # where on the way in, as in aggregate() on the way out: a NaN in between meets neither the value of the loss nor,
     # through 0 * NaN, its gradient.
     policy = torch.where(mask, inputs.policy_logprobs, 0.0)
-    return _Batch(
+    return _LossBatch(
         ids=ids,
         mask=mask,
         policy=policy.float() if policy.dtype in (torch.float16, torch.bfloat16) else policy,
@@ -281,7 +281,7 @@ def _prepare(inputs: LossInputs) -> _Batch:
     )
 
 
-def _baselines(inputs: LossInputs, batch: _Batch, weights: AppliedWeights) -> BaselineResult:
+def _baselines(inputs: LossInputs, batch: _LossBatch, weights: AppliedWeights) -> BaselineResult:
     config = inputs.config
     if inputs.baselines is not None:
         return BaselineResult(values=inputs.baselines.detach().double(), fallback=torch.zeros_like(batch.usable))
@@ -301,7 +301,7 @@ def _baselines(inputs: LossInputs, batch: _Batch, weights: AppliedWeights) -> Ba
     )
 
 
-def _surrogate(batch: _Batch, weights: AppliedWeights, advantages: Tensor, config: VCPOConfig) -> Tensor:
+def _surrogate(batch: _LossBatch, weights: AppliedWeights, advantages: Tensor, config: VCPOConfig) -> Tensor:
     """Per-token objective [T], to be maximized."""
     correction, dtype = CORRECTIONS[config.correction], batch.policy.dtype
     token_advantages = spread(advantages, batch.ids).to(dtype)
@@ -381,7 +381,7 @@ def vcpo_loss(inputs: LossInputs) -> LossOutputs:
 
 def _metrics(
     inputs: LossInputs,
-    batch: _Batch,
+    batch: _LossBatch,
     weights: AppliedWeights,
     dropped: Tensor,
     baselines: BaselineResult,

@@ -49,7 +49,7 @@ class EnginePlace:
 
 
 @dataclass(slots=True, kw_only=True)
-class Phase:
+class RolloutPhase:
     """What one rollout phase made; the same on every rank, but for the seconds."""
 
     minibatches: list[list[Trajectory]]  # one for each optimizer step, in the order they are to be trained on
@@ -81,7 +81,7 @@ class RolloutCollector:
         self.place = place
         self.device = device
 
-    def collect(self, steps: int) -> Phase:
+    def collect(self, steps: int) -> RolloutPhase:
         """One phase that feeds `steps` optimizer steps; collective over all ranks."""
         started = time.perf_counter()
         phases.enter("generate and judge", alone=True)
@@ -105,7 +105,7 @@ class RolloutCollector:
         for trajectory in trajectories:
             minibatches[(trajectory.group_id - first) // self.config.prompts_per_step].append(trajectory)
         expected = len(prompts) * self.config.responses_per_prompt
-        return Phase(
+        return RolloutPhase(
             minibatches=minibatches,
             rejected=expected - len(trajectories),
             rejected_by_kind=dict(zip(KINDS, kinds.tolist())),

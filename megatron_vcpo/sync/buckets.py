@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_vcpo.models.naming import Layout, ModelShape, ParameterSpec, shard_shape
+from megatron_vcpo.models.naming import ModelShape, ParameterLayout, ParameterSpec, shard_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def plan_buckets(
     specs: Iterable[ParameterSpec],
     stage_of: Mapping[str, int],
     shape: ModelShape,
-    layout: Layout,
+    layout: ParameterLayout,
     *,
     itemsize: int,
     bucket_bytes: int,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron_vcpo.models.match import match_model
 from megatron_vcpo.models.naming import (
     Family,
-    Layout,
     ModelShape,
+    ParameterLayout,
     ParameterSpec,
     export_tensors,
     join_experts,
@@ -61,7 +61,7 @@ class WeightGatherer:
     ) -> None:
         self._shape = shape
         self._groups = groups
-        self._layout = Layout.of(groups)
+        self._layout = ParameterLayout.of(groups)
         self._dtype = dtype
         self._specs = [_kept(spec, keep_float32) for spec in family.parameters(shape)]
         match = match_model(model_chunks, self._specs, shape, groups)

@@ -23,7 +23,7 @@ megatron_cpu.install()
 
 from megatron_vcpo.checkpoint.convert.source import MegatronSource  # noqa: E402
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf  # noqa: E402
-from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron  # noqa: E402
+from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, convert_to_megatron  # noqa: E402
 from megatron_vcpo.models.building.offline import single_process  # noqa: E402
 
 
@@ -37,7 +37,7 @@ def kill(source: str, target: str, limit: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with single_process():
-        convert_to_megatron(source, target, Options(shard_bytes=20_000), count)
+        convert_to_megatron(source, target, ConversionOptions(shard_bytes=20_000), count)
 
 
 def resident(field: str) -> int:
@@ -54,7 +54,7 @@ def start() -> int:
 
 
 def memory(source: str, made: str, back: str) -> None:
-    options = Options(shard_bytes=16 << 20)
+    options = ConversionOptions(shard_bytes=16 << 20)
     peaks = {}
     with single_process():
         for module in ("megatron.core.dist_checkpointing", "megatron.training.models.gpt", "transformers"):

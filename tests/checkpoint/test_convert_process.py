@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 
 from megatron_vcpo.checkpoint.convert.source import MegatronSource
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
-from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
+from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, convert_to_megatron
 from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
 from megatron_vcpo.models.errors import CheckpointError
 from tests.oracle.model_pairs import save_hf_model
 
-OPTIONS = Options(shard_bytes=20_000)
+OPTIONS = ConversionOptions(shard_bytes=20_000)
 
 
 def worker(*words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from megatron_vcpo.checkpoint.convert.compare import compare, compare_logits
 from megatron_vcpo.checkpoint.convert.flags import TargetLayout
 from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
-from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
+from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, convert_to_megatron
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
 from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
 from megatron_vcpo.models.building.offline import args_from_flags, build_model
@@ -35,12 +35,14 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def to_megatron(source: Path, target: Path, **options: Any) -> Path:
-    convert_to_megatron(source, target, Options(**({"shard_bytes": 20_000} | options))).folder.commit()
+    convert_to_megatron(source, target, ConversionOptions(**({"shard_bytes": 20_000} | options))).folder.commit()
     return target
 
 
 def to_hf(source: Path, target: Path, **options: Any) -> Path:
-    convert_to_hf(MegatronSource(source), target, Options(**({"shard_bytes": 20_000} | options))).folder.commit()
+    convert_to_hf(
+        MegatronSource(source), target, ConversionOptions(**({"shard_bytes": 20_000} | options))
+    ).folder.commit()
     return target
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from megatron_vcpo.checkpoint.convert.compare_files import file_differences
 from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
-from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
+from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, convert_to_megatron
 from megatron_vcpo.checkpoint.model_files import (
     RECORD,
     read_model_folder,
@@ -166,8 +166,8 @@ def test_the_same_in_other_words_is_no_difference(hf: Path, tmp_path: Path) -> N
 
 
 def exported(hf: Path, folder: Path, **options: Any) -> Path:
-    convert_to_megatron(hf, folder / "megatron", Options()).folder.commit()
-    convert_to_hf(MegatronSource(folder / "megatron"), folder / "back", Options(), **options).folder.commit()
+    convert_to_megatron(hf, folder / "megatron", ConversionOptions()).folder.commit()
+    convert_to_hf(MegatronSource(folder / "megatron"), folder / "back", ConversionOptions(), **options).folder.commit()
     return folder / "back"
 
 
@@ -193,7 +193,7 @@ def test_an_exported_model_ends_its_responses_like_its_source(hf: Path, tmp_path
 
 
 def test_the_record_may_stand_beside_an_iteration_or_its_run(hf: Path, tmp_path: Path, megatron_groups: Any) -> None:
-    convert_to_megatron(hf, tmp_path / "megatron", Options()).folder.commit()
+    convert_to_megatron(hf, tmp_path / "megatron", ConversionOptions()).folder.commit()
     ends = [tiny_models.EOS, SECOND_END]
     for place in (tmp_path / "megatron", tmp_path / "megatron" / "release"):
         files = MegatronSource(place).files
@@ -218,19 +218,19 @@ def test_a_tokenizer_that_is_asked_for_replaces_the_one_beside_the_checkpoint(
 
 
 def test_without_a_record_the_tokenizers_folder_says_all(hf: Path, tmp_path: Path, megatron_groups: Any) -> None:
-    convert_to_megatron(hf, tmp_path / "megatron", Options()).folder.commit()
+    convert_to_megatron(hf, tmp_path / "megatron", ConversionOptions()).folder.commit()
     (tmp_path / "megatron" / RECORD).rename(tmp_path / "elsewhere")
     source = MegatronSource(tmp_path / "megatron")
     assert source.files is None
-    convert_to_hf(source, tmp_path / "back", Options(), tokenizer=hf).folder.commit()
+    convert_to_hf(source, tmp_path / "back", ConversionOptions(), tokenizer=hf).folder.commit()
     assert file_differences(read_model_folder(hf), HuggingFaceSource(tmp_path / "back").files) == []
     tiny_models.character_tokenizer().save_pretrained(tmp_path / "alone")
-    convert_to_hf(source, tmp_path / "own", Options(), tokenizer=tmp_path / "alone").folder.commit()
+    convert_to_hf(source, tmp_path / "own", ConversionOptions(), tokenizer=tmp_path / "alone").folder.commit()
     assert read_model_folder(tmp_path / "own").end_ids == [tiny_models.EOS]
 
 
 def test_another_generation_config_is_another_conversion(hf: Path, tmp_path: Path, megatron_groups: Any) -> None:
-    convert_to_megatron(hf, tmp_path / "out", Options()).folder.close()
+    convert_to_megatron(hf, tmp_path / "out", ConversionOptions()).folder.close()
     edit(hf / "generation_config.json", eos_token_id=3)
     with pytest.raises(CheckpointError, match="a conversion with another files"):
-        convert_to_megatron(hf, tmp_path / "out", Options())
+        convert_to_megatron(hf, tmp_path / "out", ConversionOptions())

@@ -409,9 +409,9 @@ def test_an_engine_that_does_not_divide_the_heads_is_refused(command_line: Comma
 
 def test_a_lag_that_fits_the_publication_is_accepted(command_line: CommandLine) -> None:
     _, config = command_line.parse("--sync-interval", "4", "--rollout-max-lag", "3")
-    assert config.rollout.phase_steps(config.sync.interval) == 1
+    assert config.staleness.steps_per_phase == 1
     _, config = command_line.parse("--rollout-max-lag", "3")
-    assert config.rollout.phase_steps(config.sync.interval) == 4
+    assert config.staleness.steps_per_phase == 4
 
 
 # ---------------------------------------------------------------------- folders

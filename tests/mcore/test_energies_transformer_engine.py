@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.energies.collector import KINDS, EnergyCollector, MicroBatchRows
 from megatron_vcpo.mcore.energies.contributions import Products
-from megatron_vcpo.mcore.energies.layout import Layout
+from megatron_vcpo.mcore.energies.layout import EnergyLayout
 from megatron_vcpo.mcore.energies.rows import Rows
 from megatron_vcpo.mcore.energies.rules import norm
 from megatron_vcpo.mcore.energies.transformer_engine import te_grouped_linear, te_layer_norm_linear, te_linear
@@ -91,7 +91,11 @@ def by_autograd(module, run, ids, trainable):
 
 def by_rule(rule, module, run, trainable, name="decoder.layers.0.mlp.layer", experts=None):
     """The same from one backward with frozen parameters."""
-    undo, kept, everything = [], [], Layout(tp=None, cp=None, tp_cp=None, pp=None, dp_cp=None, embd=None, experts=None)
+    undo, kept, everything = (
+        [],
+        [],
+        EnergyLayout(tp=None, cp=None, tp_cp=None, pp=None, dp_cp=None, embd=None, experts=None),
+    )
     collector = EnergyCollector(
         everything,
         num_trajectories=3,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vcpo.config import Correction, VCPOConfig
+from megatron_vcpo.config import CorrectionName, VCPOConfig
 from megatron_vcpo.objective import (
     CORRECTIONS,
     LogRatios,
@@ -31,7 +31,7 @@ def ratios_of(inputs):
 
 
 def test_table_configuration_oracle_and_docs_name_the_same_corrections():
-    assert set(CORRECTIONS) == set(get_args(Correction)) == set(TABLE)
+    assert set(CORRECTIONS) == set(get_args(CorrectionName)) == set(TABLE)
     table = (Path(__file__).parents[2] / "docs" / "corrections.md").read_text()
     assert all(f"`{name}`" in table for name in CORRECTIONS)
 

@@ -16,9 +16,15 @@ from transformers.utils import logging as transformers_logging
 from megatron_vcpo.checkpoint.convert.compare import compare, compare_logits, description_differences, narrower
 from megatron_vcpo.checkpoint.convert.compare_files import file_differences
 from megatron_vcpo.checkpoint.convert.flags import DTYPES, TargetLayout
-from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource, Source, open_source
+from megatron_vcpo.checkpoint.convert.source import CheckpointSource, HuggingFaceSource, MegatronSource, open_source
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
-from megatron_vcpo.checkpoint.convert.to_megatron import Options, Result, convert_to_megatron, hf_bytes, stored_dtype
+from megatron_vcpo.checkpoint.convert.to_megatron import (
+    ConversionOptions,
+    Result,
+    convert_to_megatron,
+    hf_bytes,
+    stored_dtype,
+)
 from megatron_vcpo.models.building.offline import single_process
 from megatron_vcpo.models.errors import CheckpointError
 
@@ -68,9 +74,9 @@ def add_conversion_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
+def options_of(arguments: argparse.Namespace) -> ConversionOptions:
     """The conversion that was asked for."""
-    return Options(
+    return ConversionOptions(
         dtype=DTYPES.get(arguments.dtype or ""),
         shard_bytes=arguments.shard_size,
         overwrite=arguments.overwrite,
@@ -115,7 +121,9 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
         return _publish(result)
 
 
-def verify(source: Source, made: Source, result: Result, how: str, options: Options, quiet: bool) -> None:
+def verify(
+    source: CheckpointSource, made: CheckpointSource, result: Result, how: str, options: ConversionOptions, quiet: bool
+) -> None:
     """Compare what was written with what it was made from; CheckpointError where they differ.
 
     Says what it found on stderr: stdout is for the flags alone, which a script may take.
@@ -164,7 +172,7 @@ def verify_two(arguments: argparse.Namespace) -> int:
     return 0 if same else 3
 
 
-def _compare_files(a: Source, b: Source) -> list[str]:
+def _compare_files(a: CheckpointSource, b: CheckpointSource) -> list[str]:
     """Print what differs beside the weights, or whose files are unknown; return what differs."""
     if a.files is not None and b.files is not None:
         lines = file_differences(a.files, b.files)
@@ -176,7 +184,7 @@ def _compare_files(a: Source, b: Source) -> list[str]:
     return lines
 
 
-def _unknown(source: Source) -> str:
+def _unknown(source: CheckpointSource) -> str:
     return f"nothing beside {source.path} says where a response of the model ends"
 
 
@@ -187,7 +195,7 @@ def _publish(result: Result) -> int:
     return 0
 
 
-def _total(source: Source, dtype: torch.dtype | None) -> int:
+def _total(source: CheckpointSource, dtype: torch.dtype | None) -> int:
     return sum(hf_bytes(spec, stored_dtype(source, spec, dtype)) for spec in source.specs)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource, Source
+from megatron_vcpo.checkpoint.convert.source import CheckpointSource, HuggingFaceSource, MegatronSource
 from megatron_vcpo.models.description import ModelDescription
 from megatron_vcpo.models.errors import CheckpointError
 
@@ -76,13 +76,13 @@ def description_differences(a: ModelDescription, b: ModelDescription) -> list[st
     return lines
 
 
-def narrower(a: Source, b: Source) -> torch.dtype:
+def narrower(a: CheckpointSource, b: CheckpointSource) -> torch.dtype:
     """The narrower type of two checkpoints, by their embeddings."""
     types = (a.dtype(a.specs[0]), b.dtype(b.specs[0]))
     return min(types, key=lambda dtype: dtype.itemsize)
 
 
-def compare(a: Source, b: Source, progress: Callable[[int], object] = lambda _: None) -> Ledger:
+def compare(a: CheckpointSource, b: CheckpointSource, progress: Callable[[int], object] = lambda _: None) -> Ledger:
     """Read both, one parameter at a time."""
     ledger = Ledger()
     names_b = set(b.names)
@@ -138,7 +138,7 @@ class LogitGap:
         return f"logits: largest difference {self.largest:.3g}, largest logit {self.scale:.3g}"
 
 
-def compare_logits(a: Source, b: Source, *, dtype: torch.dtype | None = None) -> LogitGap:
+def compare_logits(a: CheckpointSource, b: CheckpointSource, *, dtype: torch.dtype | None = None) -> LogitGap:
     """Run both, one after the other, in fp32 on the same random prompts.
 
     Args:
@@ -159,7 +159,7 @@ def compare_logits(a: Source, b: Source, *, dtype: torch.dtype | None = None) ->
 
 
 @torch.no_grad()
-def logits(source: Source, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def logits(source: CheckpointSource, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`[prompts, length, vocabulary]`, fp32, from transformers or from Megatron, whichever the checkpoint is for."""
     if isinstance(source, MegatronSource):
         return _megatron_logits(source, tokens, dtype)

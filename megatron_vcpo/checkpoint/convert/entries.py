@@ -19,7 +19,7 @@ from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.models.match import match_model
 from megatron_vcpo.models.naming import ModelShape, ParameterSpec
 
-type Entry = ShardedTensor | ShardedTensorFactory
+type ShardedEntry = ShardedTensor | ShardedTensorFactory
 
 # The local layer spec stores some norms under the names that Transformer Engine gives them in dense layers with
 # ordinary attention. In layers with experts, and with latent attention, Transformer Engine's own names are others.
@@ -37,7 +37,7 @@ _WITH_LATENTS = (
 class Entries:
     """A model's part of a distributed checkpoint."""
 
-    tensors: dict[str, Entry]  # by the parameter's name in the tables, in their order
+    tensors: dict[str, ShardedEntry]  # by the parameter's name in the tables, in their order
     objects: dict[str, ShardedObject]  # extra state of modules, empty but expected when a model is loaded
 
     @classmethod
@@ -96,14 +96,14 @@ class Entries:
         return None
 
 
-def pieces(entry: Entry, data: torch.Tensor) -> list[ShardedTensor]:
+def pieces(entry: ShardedEntry, data: torch.Tensor) -> list[ShardedTensor]:
     """The parts in which Megatron stores a parameter with these values (views of `data`)."""
     if isinstance(entry, ShardedTensorFactory):
         return list(nested_values([dataclasses.replace(entry, data=data).build()]))
     return [dataclasses.replace(entry, data=data, dtype=data.dtype)]
 
 
-def assemble(entry: Entry, read: Callable[[ShardedTensor], torch.Tensor]) -> torch.Tensor:
+def assemble(entry: ShardedEntry, read: Callable[[ShardedTensor], torch.Tensor]) -> torch.Tensor:
     """The parameter from its stored parts; `read` gives the values of one, in its local shape."""
     if isinstance(entry, ShardedTensorFactory):
         return entry.merge_fn(dict_list_map_outplace(read, entry.build()))

@@ -27,7 +27,7 @@ _RELEASE_BYTES = 16 << 20  # mapped pages of files that were read count as memor
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+\.|rng_state|rerun_state|common_state)|\._extra_state")
 
 
-class Source(ABC):
+class CheckpointSource(ABC):
     """A checkpoint's parameters, as Megatron holds them and as transformers does."""
 
     path: Path
@@ -81,7 +81,7 @@ class Source(ABC):
         yield from join_experts(parts, self.shape)
 
 
-class HuggingFaceSource(Source):
+class HuggingFaceSource(CheckpointSource):
     """config.json and safetensors files.
 
     Raises:
@@ -119,7 +119,7 @@ class HuggingFaceSource(Source):
         return {"source": str(self.path.absolute()), "files": [_identity(file) for file in files]}
 
 
-class MegatronSource(Source):
+class MegatronSource(CheckpointSource):
     """A torch_dist checkpoint that training or the converter wrote, whatever layout it was saved from.
 
     Call everything in `single_process`.
@@ -219,7 +219,7 @@ class MegatronSource(Source):
             )
 
 
-def open_source(folder: str | Path, *, step: int | None = None, vocab_size: int | None = None) -> Source:
+def open_source(folder: str | Path, *, step: int | None = None, vocab_size: int | None = None) -> CheckpointSource:
     """The checkpoint in a folder, of either kind. Call it in `single_process`.
 
     Raises:

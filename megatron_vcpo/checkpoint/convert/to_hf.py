@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megatron_vcpo.checkpoint.convert.flags import FLAGS_FILE, model_flags, script
 from megatron_vcpo.checkpoint.convert.source import MegatronSource, convert
-from megatron_vcpo.checkpoint.convert.to_megatron import Options, Result, hf_bytes, stored_dtype
+from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, Result, hf_bytes, stored_dtype
 from megatron_vcpo.checkpoint.convert.write import split
 from megatron_vcpo.checkpoint.hf_config import hf_config_from_megatron
 from megatron_vcpo.checkpoint.model_files import CONFIG, ModelFiles, with_chosen_tokenizer, write_into
@@ -38,7 +38,7 @@ class _Part:
 def convert_to_hf(
     source: MegatronSource,
     target: str | Path,
-    options: Options,
+    options: ConversionOptions,
     *,
     tokenizer: str | Path | None = None,
     progress: Callable[[int], object] = lambda _: None,

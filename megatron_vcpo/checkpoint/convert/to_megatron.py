@@ -33,7 +33,7 @@ CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True, "cha
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ConversionOptions:
     """What a conversion can be asked for."""
 
     dtype: torch.dtype | None = None  # None: what each tensor is stored in
@@ -53,7 +53,10 @@ class Result:
 
 
 def convert_to_megatron(
-    source_dir: str | Path, target: str | Path, options: Options, progress: Callable[[int], object] = lambda _: None
+    source_dir: str | Path,
+    target: str | Path,
+    options: ConversionOptions,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Result:
     """Write everything into `<target>.partial`; the caller checks it and commits.
 
@@ -95,7 +98,7 @@ def convert_to_megatron(
     return Result(folder=folder, checkpoint=folder.path / RELEASE, flags=flags_text, files=source.files)
 
 
-def _settings(options: Options) -> dict[str, Any]:
+def _settings(options: ConversionOptions) -> dict[str, Any]:
     return {"dtype": str(options.dtype), "shard size": options.shard_bytes, "layout": asdict(options.layout)}
 
 
@@ -138,7 +141,7 @@ def _save(
     entries: Entries,
     path: Path,
     args: argparse.Namespace,
-    options: Options,
+    options: ConversionOptions,
 ) -> None:
     from megatron.core import dist_checkpointing
 
@@ -157,7 +160,9 @@ def _save(
     dist_checkpointing.save(state, path, strategy, content_metadata=dict(CONTENT))
 
 
-def _launch_flags(source_dir: str | Path, source: HuggingFaceSource, target: str | Path, options: Options) -> str:
+def _launch_flags(
+    source_dir: str | Path, source: HuggingFaceSource, target: str | Path, options: ConversionOptions
+) -> str:
     embedding = source.specs[0]
     flags = model_flags(source_dir, stored_dtype(source, embedding, options.dtype), options.layout)
     arrays = {

@@ -21,7 +21,7 @@ from megatron_vcpo.diagnostics.mismatch.scores import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class MismatchOptions:
     """What the report is asked for."""
 
     trainer_dtype: str
@@ -48,7 +48,11 @@ def usable(trajectories: Sequence[Trajectory], origin: Origin, limit: int) -> li
 
 
 def measure(
-    trajectories: Sequence[Trajectory], origin: Origin, sampler: Weights, policy: Weights | None, options: Options
+    trajectories: Sequence[Trajectory],
+    origin: Origin,
+    sampler: Weights,
+    policy: Weights | None,
+    options: MismatchOptions,
 ) -> Report:
     """Score, and put together. Call it in `single_process`.
 
@@ -93,7 +97,9 @@ class _Trained:
 class _Trainer:
     """Scores by the trainer's model, in every type that is asked for."""
 
-    def __init__(self, trajectories: Sequence[Trajectory], origin: Origin, sampler: Weights, options: Options) -> None:
+    def __init__(
+        self, trajectories: Sequence[Trajectory], origin: Origin, sampler: Weights, options: MismatchOptions
+    ) -> None:
         self.carries = sampler.num_experts > 0 and all(t.routed_experts is not None for t in trajectories)
         self.own: dict[str, Values] = {}  # type -> routers' own choice
         self.plain: dict[str, Values] = {}  # the same at temperature 1
@@ -154,7 +160,7 @@ class _Trainer:
         return model.score(self._trajectories, temperature=self._origin.temperature, routed=True)
 
 
-def _engine_scores(trajectories: Sequence[Trajectory], sampler: Weights, options: Options) -> dict[str, Values]:
+def _engine_scores(trajectories: Sequence[Trajectory], sampler: Weights, options: MismatchOptions) -> dict[str, Values]:
     if not options.engine:
         return {}
     found = {}
@@ -167,7 +173,7 @@ def _engine_scores(trajectories: Sequence[Trajectory], sampler: Weights, options
 
 
 def _notes(
-    origin: Origin, sampler: Weights, policy: Weights | None, carries: bool, options: Options
+    origin: Origin, sampler: Weights, policy: Weights | None, carries: bool, options: MismatchOptions
 ) -> dict[Name, str]:
     parts = "quantization, precision of engine and cache" if origin.quantized else "precision of engine and cache"
     notes: dict[Name, str] = {"rest": f"{parts}, together"}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_vcpo.checkpoint.convert.source import HuggingFaceSource, MegatronSource, Source
+from megatron_vcpo.checkpoint.convert.source import CheckpointSource, HuggingFaceSource, MegatronSource
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for, write_model_dir
 from megatron_vcpo.checkpoint.model_files import with_chosen_tokenizer
 from megatron_vcpo.checkpoint.torch_dist import is_megatron
@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 class Weights:
     """A checkpoint and the arguments that build its model on one process."""
 
-    source: Source
+    source: CheckpointSource
     args: argparse.Namespace
 
     @property
@@ -173,7 +173,7 @@ def _build(args: argparse.Namespace, dtype: torch.dtype, groups: Any) -> Any:
 
 
 @torch.no_grad()
-def _fill(model: Any, source: Source, groups: Any) -> None:
+def _fill(model: Any, source: CheckpointSource, groups: Any) -> None:
     match = match_model([model], source.specs, source.shape, groups)
     if (error := match.error(CheckpointError)) is not None:
         raise error

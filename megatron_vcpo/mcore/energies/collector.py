@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vcpo.mcore.energies.contributions import Contribution, OpenProducts, Products, working
-from megatron_vcpo.mcore.energies.layout import Layout
+from megatron_vcpo.mcore.energies.layout import EnergyLayout
 from megatron_vcpo.mcore.energies.rows import Rows
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.reductions import group_size
@@ -82,7 +82,7 @@ class EnergyCollector:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: EnergyLayout,
         *,
         num_trajectories: int,
         trainable: frozenset[int],

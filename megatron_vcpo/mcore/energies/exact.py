@@ -15,7 +15,7 @@ from megatron_vcpo.mcore.energies.attach import Attachment
 from megatron_vcpo.mcore.energies.collector import EnergyCollector, MicroBatchRows, Sink
 from megatron_vcpo.mcore.energies.contributions import Products
 from megatron_vcpo.mcore.energies.isolation import energy_schedule
-from megatron_vcpo.mcore.energies.layout import Layout
+from megatron_vcpo.mcore.energies.layout import EnergyLayout
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.reductions import from_last_stage, is_last_stage, sum_over
 from megatron_vcpo.objective import energy_token_weights, segment_ids, segment_sum, sequence_log_weights
@@ -58,7 +58,7 @@ class ExactEnergies:
         self.device = device
         self.transformer = get_model_config(model[0])
         self.attachment = self._attach()
-        self.layout = Layout.of(groups, with_experts=bool(self.transformer.num_moe_experts))
+        self.layout = EnergyLayout.of(groups, with_experts=bool(self.transformer.num_moe_experts))
         self.groups = groups
         self._pass: EnergyPass | None = None
 

@@ -18,7 +18,7 @@ def _shared(group: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class EnergyLayout:
     """The process groups that energies need."""
 
     tp: Any  # tensor parallel
@@ -30,7 +30,7 @@ class Layout:
     experts: Any  # ranks with the same experts that see rows of the same trajectories; None: none but this one
 
     @staticmethod
-    def of(groups: Any, *, with_experts: bool) -> Layout:
+    def of(groups: Any, *, with_experts: bool) -> EnergyLayout:
         """From Megatron-Core's ProcessGroupCollection; collective over all ranks for a model with experts.
 
         Raises:
@@ -42,7 +42,7 @@ class Layout:
                 f"--vcpo-energy exact needs the process groups {', '.join(missing)} in the ProcessGroupCollection; "
                 "ProcessGroupCollection.use_mpu_process_groups() has them."
             )
-        return Layout(
+        return EnergyLayout(
             **{name: getattr(groups, name) for name in ("tp", "cp", "tp_cp", "pp", "dp_cp", "embd")},
             experts=_expert_share(groups) if with_experts else None,
         )

@@ -33,7 +33,7 @@ _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)(\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParameterLayout:
     """Where this rank stands in each model-parallel group."""
 
     tp_rank: int = 0
@@ -46,7 +46,7 @@ class Layout:
     expert_tp_size: int = 1
 
     @classmethod
-    def of(cls, groups: Any | None) -> Layout:
+    def of(cls, groups: Any | None) -> ParameterLayout:
         """Read ranks and sizes from a ProcessGroupCollection (its tp, pp, ep, expt_tp); None is a single process."""
         places: dict[str, int] = {}
         for field, attribute in (("tp", "tp"), ("pp", "pp"), ("ep", "ep"), ("expert_tp", "expt_tp")):
@@ -76,7 +76,9 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def local_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout) -> dict[str, torch.Tensor]:
+def local_parameters(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: ParameterLayout
+) -> dict[str, torch.Tensor]:
     """Parameters of this rank's model chunks by their whole-model name in the local layer spec's spelling.
 
     The router's bias is among them, which Megatron keeps as a buffer.
@@ -109,7 +111,7 @@ def is_tied_copy(name: str, shape: ModelShape) -> bool:
 
 
 def local_problems(
-    local: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec], shape: ModelShape, layout: Layout
+    local: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec], shape: ModelShape, layout: ParameterLayout
 ) -> list[str]:
     """Sentences about parameters of this rank that the table does not know or gives another shape; empty when none."""
     unknown = sorted(name for name in local if name not in specs and not is_tied_copy(name, shape))

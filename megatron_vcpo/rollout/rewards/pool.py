@@ -32,7 +32,7 @@ _CLOSING = 10.0  # seconds to wait for processes to end; longer than a keeper tr
 
 
 @dataclass(slots=True)
-class _Batch:
+class _RewardBatch:
     """What one call of `judge` has to do."""
 
     items: Sequence[tuple[Prompt, str]]
@@ -96,7 +96,7 @@ class RewardPool:
         """
         now = time.monotonic()
         limit = now + self._margin + math.ceil(len(items) / self._workers) * self._timeout
-        batch = _Batch(items, limit, deque(range(len(items))))
+        batch = _RewardBatch(items, limit, deque(range(len(items))))
         if not self._proven:
             for process in self._processes:
                 process.deadline = now + self._start_timeout  # nobody looked before
@@ -132,7 +132,7 @@ class RewardPool:
                 return
             self._processes.append(process)
 
-    def _hand_out(self, batch: _Batch) -> None:
+    def _hand_out(self, batch: _RewardBatch) -> None:
         for process in self._processes:
             while batch.waiting and process.ready and process.task is None and not process.gone:
                 i = batch.waiting.popleft()
@@ -144,7 +144,7 @@ class RewardPool:
                     continue
                 process.give(i, next(self._numbers), pair, time.monotonic() + self._timeout)
 
-    def _listen(self, batch: _Batch, seconds: float) -> None:
+    def _listen(self, batch: _RewardBatch, seconds: float) -> None:
         """Take what comes within a time, until something does."""
         for process in {key.data: None for key, _ in self._selector.select(max(0.0, seconds))}:
             try:
@@ -157,7 +157,7 @@ class RewardPool:
             if process.gone:
                 self._lost(batch, process, process.end_in_words)
 
-    def _take(self, batch: _Batch, process: RewardProcess, message: dict[str, Any]) -> None:
+    def _take(self, batch: _RewardBatch, process: RewardProcess, message: dict[str, Any]) -> None:
         match message:
             case {"problem": None} if not process.ready:
                 process.ready, self._proven, self._failed_starts = True, True, 0
@@ -176,7 +176,7 @@ class RewardPool:
             case _:
                 raise StrayMessage
 
-    def _lost(self, batch: _Batch, process: RewardProcess, reason: str) -> None:
+    def _lost(self, batch: _RewardBatch, process: RewardProcess, reason: str) -> None:
         """A process has ended by itself."""
         self._drop(process)
         if not process.ready:
@@ -184,7 +184,7 @@ class RewardPool:
         elif process.task is not None:
             self._settle(batch, process, rejected("died", f"the reward's process is gone: {reason}"))
 
-    def _settle(self, batch: _Batch, process: RewardProcess, outcome: RewardOutcome) -> None:
+    def _settle(self, batch: _RewardBatch, process: RewardProcess, outcome: RewardOutcome) -> None:
         """The task of a process that is no more: rejected, or given to another where the process never began."""
         assert process.task is not None
         offers = batch.offers[process.task] = batch.offers.get(process.task, 0) + 1
@@ -194,7 +194,7 @@ class RewardPool:
             batch.waiting.appendleft(process.task)
         process.rest()
 
-    def _expire(self, batch: _Batch) -> None:
+    def _expire(self, batch: _RewardBatch) -> None:
         """End the processes whose time is over, and the whole batch where its own is."""
         now = time.monotonic()
         over = now >= batch.limit

@@ -27,7 +27,7 @@ _NEEDED = {
     "nccl_engine": ("NCCLTrainerInitInfo", "NCCLTrainerWeightTransferEngine.trainer_init"),
 }
 
-Entry = tuple[str, torch.dtype, tuple[int, ...]]
+TensorEntry = tuple[str, torch.dtype, tuple[int, ...]]
 """Hugging Face name, type and full shape of one tensor of a stream."""
 
 
@@ -78,7 +78,7 @@ class NativeDelivery:
         api: of `probe`.
     """
 
-    def __init__(self, entries: Sequence[Entry], init_info: Any, client: Any, api: NativeApi) -> None:
+    def __init__(self, entries: Sequence[TensorEntry], init_info: Any, client: Any, api: NativeApi) -> None:
         """Meet the engines: a collective of all trainer ranks and engine workers."""
         self.version: int | None = None
         self.float32_weights: frozenset[str] = frozenset()
@@ -123,7 +123,7 @@ def http_client(api: NativeApi, url: str, *, timeout: float) -> Any:
     return api.clients.HTTPVLLMWeightSyncClient(url, timeout=timeout)
 
 
-def _source(api: NativeApi, entries: Sequence[Entry]) -> Any:
+def _source(api: NativeApi, entries: Sequence[TensorEntry]) -> Any:
     """vLLM's WeightSource over one stream after another."""
 
     class Source(api.base.WeightSource):  # type: ignore[name-defined]
