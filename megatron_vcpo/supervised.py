@@ -16,7 +16,7 @@ from megatron_vcpo.train import end_with_owner, run
 
 if TYPE_CHECKING:
     from megatron_vcpo.config import PluginConfig
-    from megatron_vcpo.flow.base import BaseFlow
+    from megatron_vcpo.flow.loop import Loop
     from megatron_vcpo.rollout.inputs import Inputs
 
 
@@ -35,12 +35,12 @@ def adjust(config: PluginConfig) -> None:
 def main() -> None:
     """Run Megatron's pretrain() on the environment's answers."""
 
-    def answers(args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> BaseFlow:
-        from megatron_vcpo.flow.supervised import SupervisedFlow
+    def answers(args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> Loop:
+        from megatron_vcpo.flow.supervised import SupervisedLoop
 
-        return SupervisedFlow(args, config, inputs)
+        return SupervisedLoop(args, config, inputs)
 
-    run(flow=answers, adjust=adjust)
+    run(loop=answers, adjust=adjust)
 
 
 if __name__ == "__main__":

@@ -22,27 +22,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_vcpo.config import PluginConfig
-    from megatron_vcpo.flow.base import BaseFlow
-    from megatron_vcpo.plugin import FlowFactory, MegatronPlugin
+    from megatron_vcpo.flow.loop import Loop
+    from megatron_vcpo.plugin import LoopFactory, MegatronPlugin
     from megatron_vcpo.rollout.inputs import Inputs
 
 
 def main() -> None:
     """Reinforcement learning: Megatron's pretrain() with rollouts."""
 
-    def rollouts(args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> BaseFlow:
-        from megatron_vcpo.flow.colocated import RolloutFlow
+    def rollouts(args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> Loop:
+        from megatron_vcpo.flow.colocated import ColocatedLoop
 
-        return RolloutFlow(args, config, inputs)
+        return ColocatedLoop(args, config, inputs)
 
-    run(flow=rollouts)
+    run(loop=rollouts)
 
 
-def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = None) -> None:
+def run(*, loop: LoopFactory, adjust: Callable[[PluginConfig], None] | None = None) -> None:
     """Parse, check, and run Megatron's pretrain() with the plugin; a setting that cannot work exits with code 2.
 
     Args:
-        flow: makes the source of minibatches.
+        loop: makes the loop over optimizer steps.
         adjust: changes the parsed settings before they are checked.
     """
     with _ended_at_once_by_interrupts():
@@ -53,7 +53,7 @@ def run(*, flow: FlowFactory, adjust: Callable[[PluginConfig], None] | None = No
         if args.rank == 0:
             print(report(args, config, inputs.tokenizer))
         return
-    _pretrain(args, config, inputs, flow)
+    _pretrain(args, config, inputs, loop)
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def _be_one_process_without_torchrun() -> None:
     }
 
 
-def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, flow: FlowFactory) -> None:
+def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, loop: LoopFactory) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -136,7 +136,7 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
     from megatron_vcpo.runtime.watchdog import EXIT_CODE, peer_is_gone
 
     with _ended_at_once_by_interrupts():
-        plugin, model_config = _plugin(args, config, inputs, flow)
+        plugin, model_config = _plugin(args, config, inputs, loop)
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
@@ -144,7 +144,7 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
             ModelType.encoder_or_decoder,
             plugin.forward_step,
         )
-        if plugin.flow is None and args.iteration >= args.train_iters and args.rank == 0:
+        if plugin.loop is None and args.iteration >= args.train_iters and args.rank == 0:
             print(
                 f"megatron_vcpo: nothing is left to train: the checkpoint in --load {args.load} is of iteration "
                 f"{args.iteration}, and --train-iters is {args.train_iters}; raise it to go on.",
@@ -175,20 +175,19 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, fl
 
 
 def _plugin(
-    args: argparse.Namespace, config: PluginConfig, inputs: Inputs, flow: FlowFactory
+    args: argparse.Namespace, config: PluginConfig, inputs: Inputs, loop: LoopFactory
 ) -> tuple[MegatronPlugin, Any]:
     """The plugin in Megatron's seams, and the model's configuration."""
-    from megatron.training.argument_utils import gpt_config_from_args
-
+    from megatron_vcpo.models.building.gpt_config import gpt_config
     from megatron_vcpo.patches import megatron_cpu
     from megatron_vcpo.plugin import MegatronPlugin
     from megatron_vcpo.runtime.watchdog import end_with_torchrun
 
     end_with_torchrun(args.rank)
     megatron_cpu.patch_training()
-    plugin = MegatronPlugin(args, config, inputs, flow)
+    plugin = MegatronPlugin(args, config, inputs, loop)
     plugin.install()
-    model_config = gpt_config_from_args(args)
+    model_config = gpt_config(args)
     plugin.configure_model(model_config)
     return plugin, model_config
 

@@ -133,6 +133,10 @@ class RolloutConfig:
     quiet: bool = False
     """No progress bars."""
 
+    def engine_dtype_of(self, trainer: object) -> str:
+        """--rollout-engine-dtype, where auto is the trainer's type (a torch.dtype)."""
+        return str(trainer).removeprefix("torch.") if self.engine_dtype == "auto" else self.engine_dtype
+
     def staleness(self, sync_interval: int) -> Staleness:
         """What --rollout-max-lag and --rollout-steps-per-phase come to when weights are published at that interval."""
         as_old_as_allowed = self.max_lag + 1 if sync_interval == 1 else 1

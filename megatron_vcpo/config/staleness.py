@@ -29,13 +29,9 @@ class Staleness:
         phase, interval = self.steps_per_phase, self.sync_interval
         return (interval - 1) // phase * phase + phase - 1 if interval > 1 else phase - 1
 
-    def allows(self, lag: int) -> bool:
-        """Whether a trajectory of that age may be trained on."""
-        return lag <= self.max_lag
-
     def require_attainable(self) -> None:
         """ConfigError where trajectories would be refused by plan."""
-        if not self.allows(self.oldest):
+        if self.oldest > self.max_lag:
             raise ConfigError(
                 f"--sync-interval {self.sync_interval} with {self.steps_per_phase} step(s) per rollout phase trains on "
                 f"tokens up to {self.oldest} steps old, but --rollout-max-lag is {self.max_lag} and they would all be "

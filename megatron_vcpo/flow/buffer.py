@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_vcpo.data.columns import pack_trajectories, unpack_trajectories
+from megatron_vcpo.data.minibatch import Minibatch
 from megatron_vcpo.data.trajectory import Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """One minibatch as it leaves the buffer."""
-
-    trajectories: tuple[Trajectory, ...]
-    lags: tuple[int, ...]  # age of each trajectory's oldest token, in optimizer steps
-    refused_stale: int  # trajectories that were older than allowed and are gone
-    retries: int = 0  # how often it was put back
 
 
 class TrajectoryBuffer:
@@ -29,8 +20,7 @@ class TrajectoryBuffer:
     def __init__(self, *, max_lag: int) -> None:
         """Args: max_lag: largest age of a token, in optimizer steps."""
         self.max_lag = max_lag
-        self._minibatches: deque[tuple[Trajectory, ...]] = deque()
-        self._retries = 0  # of the first minibatch; the others have not been taken yet
+        self._minibatches: deque[Minibatch] = deque()
 
     def __len__(self) -> int:
         return len(self._minibatches)
@@ -50,49 +40,46 @@ class TrajectoryBuffer:
                     refused.append(f"{trajectory.name}: {problem}")
                 else:
                     kept.append(trajectory)
-            self._minibatches.append(tuple(kept))
+            self._minibatches.append(Minibatch(trajectories=tuple(kept)))
         return refused
 
-    def take(self, version: int) -> Taken:
+    def take(self, version: int) -> Minibatch:
         """The next minibatch, without trajectories that are too old for the policy's `version`.
 
         Raises:
             IndexError: the buffer is empty.
         """
-        minibatch, retries = self._minibatches.popleft(), self._retries
-        self._retries = 0
-        lags = [max(0, version - t.oldest_version) for t in minibatch]
-        kept = [(t, lag) for t, lag in zip(minibatch, lags) if lag <= self.max_lag]
-        return Taken(
+        waiting = self._minibatches.popleft()
+        lags = [max(0, version - t.oldest_version) for t in waiting.trajectories]
+        kept = [(t, lag) for t, lag in zip(waiting.trajectories, lags) if lag <= self.max_lag]
+        return Minibatch(
             trajectories=tuple(t for t, _ in kept),
             lags=tuple(lag for _, lag in kept),
-            refused_stale=len(minibatch) - len(kept),
-            retries=retries,
+            refused_stale=len(lags) - len(kept),
+            retries=waiting.retries,
         )
 
-    def put_back(self, trajectories: Sequence[Trajectory], *, retries: int) -> None:
-        """Make a minibatch that was just taken the next one again.
-
-        Args:
-            trajectories: those that were taken.
-            retries: how often it has been put back, this time included.
-        """
-        self._minibatches.appendleft(tuple(trajectories))
-        self._retries = retries
+    def put_back(self, minibatch: Minibatch) -> None:
+        """Make a minibatch that was just taken the next one again."""
+        self._minibatches.appendleft(replace(minibatch, lags=(), refused_stale=0))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything waiting, as flat arrays."""
         return {
-            "sizes": np.array([len(m) for m in self._minibatches], dtype=np.int64),
-            "retries": self._retries,
-            "columns": pack_trajectories([t for m in self._minibatches for t in m]),
+            "sizes": np.array([len(m.trajectories) for m in self._minibatches], dtype=np.int64),
+            "retries": self._minibatches[0].retries if self._minibatches else 0,  # the others were never taken
+            "columns": pack_trajectories([t for m in self._minibatches for t in m.trajectories]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents by a saved state."""
         trajectories = iter(unpack_trajectories(state["columns"]))
-        self._minibatches = deque(tuple(next(trajectories) for _ in range(int(size))) for size in state["sizes"])
-        self._retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
+        self._minibatches = deque(
+            Minibatch(trajectories=tuple(next(trajectories) for _ in range(int(size)))) for size in state["sizes"]
+        )
+        retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
+        if retries:
+            self._minibatches[0] = replace(self._minibatches[0], retries=retries)
 
 
 def defect(trajectory: Trajectory) -> str:

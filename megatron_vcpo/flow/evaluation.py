@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vcpo.config import RolloutConfig
-from megatron_vcpo.engines.protocol import GenerationRequest, RolloutEngine
+from megatron_vcpo.engines.protocol import GenerationRequest, Generator
 from megatron_vcpo.environments.encoding import encode_prompt
 from megatron_vcpo.environments.protocol import Environment, Prompt, draw_prompt, size_of
 from megatron_vcpo.rollout.collector import EnginePlace, judge, response_seed
@@ -18,6 +18,8 @@ from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.rewards.pool import RewardPool
 from megatron_vcpo.rollout.stopping import sampling
 from megatron_vcpo.runtime.agreement import raise_together
+
+EVALUATION_SEED = 0x5EED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +31,19 @@ class Evaluation:
     responses: int
     rejected: int
 
+    def metrics(self) -> dict[str, float]:
+        """As they are logged."""
+        return {
+            "eval/reward": self.reward,
+            "eval/length": self.length,
+            "eval/responses": float(self.responses),
+            "eval/rejected": float(self.rejected),
+        }
+
 
 def evaluate(
     *,
-    engine: RolloutEngine,
+    engine: Generator,
     environment: Environment,
     rewards: RewardPool | None,
     tokenizer: Any,
@@ -76,7 +87,7 @@ def evaluate(
 
 
 def _local(
-    engine: RolloutEngine,
+    engine: Generator,
     share: list[tuple[int, Prompt, list[int]]],
     rewards: RewardPool | None,
     decode: ResponseDecoder,

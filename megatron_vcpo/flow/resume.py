@@ -1,4 +1,4 @@
-"""What is saved beside Megatron's checkpoint: the flow's state, the weights of the KL reference, the model's files."""
+"""What is saved beside Megatron's checkpoint: the loop's state, the weights of the KL reference, the model's files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megatron_vcpo.runtime.files import replacing
 _CRC = "crc32"  # key in the header of a safetensors file
 
 
-def load_flow_state(args: argparse.Namespace) -> dict[str, Any]:
-    """The flow's state of the iteration that was loaded.
+def load_loop_state(args: argparse.Namespace) -> dict[str, Any]:
+    """The loop's state of the iteration that was loaded.
 
     Raises:
         ConfigError: the file is missing or belongs to another iteration.

@@ -1,4 +1,4 @@
-"""SupervisedFlow: the environment's answers in place of rollouts, with the same seams, packing and checkpoint."""
+"""SupervisedLoop: the environment's answers in place of rollouts, with the same step, packing and checkpoint."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from megatron_vcpo.config import ConfigError, PluginConfig
+from megatron_vcpo.data.minibatch import Minibatch
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.environments.protocol import draw_prompt, require_unicode
-from megatron_vcpo.flow.base import BaseFlow, StepBatch
-from megatron_vcpo.mcore.step.policy_step import PolicyStep
+from megatron_vcpo.flow.loop import Loop
+from megatron_vcpo.flow.trainer import Trainer
+from megatron_vcpo.mcore.step.outcome import StepOutcome
 from megatron_vcpo.objective import LossInputs, LossOutputs
 from megatron_vcpo.rollout.inputs import Inputs
 
@@ -27,26 +29,37 @@ def supervised_loss(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(loss=loss, metrics={"pg_loss": torch.stack([-logprobs.detach().double().sum(), count])})
 
 
-class SupervisedFlow(BaseFlow):
+class SupervisedLoop(Loop):
     """Feeds a step with answers of the environment, in order; a resumed run goes on where the saved one stood."""
 
     def __init__(self, args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> None:
         super().__init__(args, config, inputs)
-        self._next = 0
-        self._retries = 0  # of the answers that come next
+        self._next = 0  # index of the next answer that no step has been given
+        self._put_back: Minibatch | None = None
         self._count = config.rollout.prompts_per_step * config.rollout.responses_per_prompt
 
-    def next_minibatch(self, *, model: list[Any], step: PolicyStep, forward_backward: Any) -> StepBatch:
-        """The next answers, the same on every rank."""
-        trajectories = [self._example(self._next + i) for i in range(self._count)]
-        self._next += self._count
-        retries, self._retries = self._retries, 0
-        return StepBatch(trajectories=trajectories, retries=retries)
+    def iteration(self, trainer: Trainer) -> None:
+        """Take the next answers, train on them, and log."""
+        minibatch = self.take()
+        outcome = self.train(trainer, minibatch)
+        self.settle(minibatch, outcome)
+        self.log(minibatch, outcome)
 
-    def put_back(self, batch: StepBatch) -> None:
-        """Let the cursor stand where it stood."""
-        self._next -= self._count
-        self._retries = batch.retries + 1
+    def take(self) -> Minibatch:
+        """The next answers, the same on every rank."""
+        minibatch, self._put_back = self._put_back, None
+        if minibatch is None:
+            minibatch = self._answers(retries=0)
+        return minibatch
+
+    def put_back(self, minibatch: Minibatch) -> None:
+        """Give the same answers once more."""
+        self._put_back = minibatch
+
+    def _answers(self, *, retries: int) -> Minibatch:
+        first = self._next
+        self._next += self._count
+        return Minibatch(trajectories=tuple(self._example(first + i) for i in range(self._count)), retries=retries)
 
     def _example(self, index: int) -> Trajectory:
         tokenizer = self.inputs.tokenizer
@@ -71,17 +84,23 @@ class SupervisedFlow(BaseFlow):
             prompt_index=index,
         )
 
-    def _record(self, metrics: dict[str, float], batch: StepBatch) -> dict[str, float]:
-        record = super()._record(metrics, batch)
-        # An imitated answer was not sampled: rewards, weights and ages mean nothing.
-        return {name: value for name, value in record.items() if name in _KEPT or name.startswith(("time/", "count/"))}
+    def record(self, minibatch: Minibatch, outcome: StepOutcome) -> dict[str, float]:
+        """An imitated answer was not sampled: rewards, weights and ages mean nothing."""
+        return {name: value for name, value in super().record(minibatch, outcome).items() if name in _KEPT}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the answers stand."""
-        return {**super().state_dict(), "next": self._next, "retries": self._retries}
+        """Where the answers stand: those that were put back are the next ones."""
+        waiting = self._put_back
+        return {
+            **super().state_dict(),
+            "next": self._next - (0 if waiting is None else self._count),
+            "retries": 0 if waiting is None else waiting.retries,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         super().load_state_dict(state)
         self._next = int(state["next"])
-        self._retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
+        retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
+        if retries:
+            self._put_back = self._answers(retries=retries)

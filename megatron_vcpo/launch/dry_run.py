@@ -15,7 +15,7 @@ from megatron_vcpo.data.routes import route_dtype
 from megatron_vcpo.launch.idle_flags import idle_flags
 from megatron_vcpo.objective.corrections import CORRECTIONS
 from megatron_vcpo.rollout.stopping import describe_stops
-from megatron_vcpo.sync.verify import DEFAULT_TOLERANCE, QUANTIZED_TOLERANCE
+from megatron_vcpo.sync.verify import default_tolerance
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -120,8 +120,8 @@ def _configuration(args: argparse.Namespace, config: PluginConfig) -> str:
 def _implied(args: argparse.Namespace, config: PluginConfig) -> dict[str, object]:
     """What the run takes for a flag that was left to it."""
     correction, rollout = CORRECTIONS[config.vcpo.correction], config.rollout
-    dtype = str(args.params_dtype).removeprefix("torch.") if rollout.engine_dtype == "auto" else rollout.engine_dtype
-    rounding = DEFAULT_TOLERANCE[getattr(torch, dtype)]
+    dtype = rollout.engine_dtype_of(args.params_dtype)
+    quantized = rollout.engine_quantization is not None
     return {
         "--vcpo-correction-lower": correction.lower,
         "--vcpo-correction-upper": correction.upper,
@@ -130,7 +130,7 @@ def _implied(args: argparse.Namespace, config: PluginConfig) -> dict[str, object
         "--rollout-steps-per-phase": config.staleness.steps_per_phase,
         "--rollout-engine-dtype": dtype,
         "--rollout-run-dir": args.save or "runs/<date-time>",
-        "--sync-verify-tolerance": QUANTIZED_TOLERANCE if rollout.engine_quantization else rounding,
+        "--sync-verify-tolerance": default_tolerance(getattr(torch, dtype), quantized=quantized),
     }
 
 

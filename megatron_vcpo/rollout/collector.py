@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.data.exchange import exchange_trajectories
 from megatron_vcpo.data.trajectory import Trajectory
-from megatron_vcpo.engines.protocol import GenerationRequest, GenerationResult, RolloutEngine
+from megatron_vcpo.engines.protocol import GenerationRequest, GenerationResult, Generator
 from megatron_vcpo.environments.protocol import Prompt
 from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.rewards.outcome import KINDS, RewardOutcome
@@ -49,13 +49,30 @@ class EnginePlace:
 
 
 @dataclass(slots=True, kw_only=True)
+class Responses:
+    """What this rank's engine drew in one rollout phase, before it is judged."""
+
+    steps: int  # optimizer steps that the phase feeds
+    prompts: list[DrawnPrompt]  # of all engines
+    samples: list[tuple[DrawnPrompt, int]]  # this engine's: prompt and number of the response to it
+    results: list[GenerationResult]  # in the order of the samples; empty after a failure
+    failure: Exception | None  # of this rank: raised on all ranks together where they meet
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
 class RolloutPhase:
     """What one rollout phase made; the same on every rank, but for the seconds."""
 
     minibatches: list[list[Trajectory]]  # one for each optimizer step, in the order they are to be trained on
     rejected: int  # trajectories whose reward failed
-    rejected_by_kind: dict[str, int]  # the same, by one of reward_outcome.KINDS
+    rejected_by_kind: dict[str, int]  # the same, by one of rewards/outcome.KINDS
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Of all minibatches."""
+        return [t for minibatch in self.minibatches for t in minibatch]
 
 
 class RolloutCollector:
@@ -64,7 +81,7 @@ class RolloutCollector:
     def __init__(
         self,
         *,
-        engine: RolloutEngine,
+        engine: Generator,
         sampler: PromptSampler,
         rewards: RewardPool | None,
         decode: ResponseDecoder,
@@ -81,60 +98,75 @@ class RolloutCollector:
         self.place = place
         self.device = device
 
-    def collect(self, steps: int) -> RolloutPhase:
-        """One phase that feeds `steps` optimizer steps; collective over all ranks."""
+    def generate(self, steps: int) -> Responses:
+        """Draw prompts for so many optimizer steps, and a response to each of this engine's."""
         started = time.perf_counter()
         phases.enter("generate and judge", alone=True)
         prompts = self.sampler.draw(self.config.prompts_per_step * steps)
-        local: list[Trajectory] = []
-        kinds = torch.zeros(len(KINDS), dtype=torch.int64)
+        samples = [
+            (drawn, index) for drawn in self.place.share(prompts) for index in range(self.config.responses_per_prompt)
+        ]
+        requests = [
+            GenerationRequest(prompt_ids=drawn.ids, seed=response_seed(self.sampler.seed, drawn.group_id, index))
+            for drawn, index in samples
+        ]
+        results: list[GenerationResult] = []
         failure: Exception | None = None
-        seconds = {"generate": 0.0, "reward": 0.0}
         try:
-            local, kinds, seconds = self._local(self.place.share(prompts), started)
+            drawn_with = sampling(self.config, self.config.temperature)
+            results = self.engine.generate(requests, drawn_with, progress=self._progress)
         except Exception as error:  # noqa: BLE001 - raised on all ranks together: the others wait in the exchange
             failure = error
+        return Responses(
+            steps=steps,
+            prompts=prompts,
+            samples=samples,
+            results=results,
+            failure=failure,
+            seconds=time.perf_counter() - started,
+        )
+
+    def judge(self, responses: Responses) -> RolloutPhase:
+        """Reward the responses and hand every rank the trajectories of all; collective over all ranks."""
+        started = time.perf_counter()
+        local: list[Trajectory] = []
+        kinds = torch.zeros(len(KINDS), dtype=torch.int64)
+        failure = responses.failure
+        if failure is None and self.rewards is not None:
+            try:
+                local, kinds = self._judge(self.rewards, responses)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks together: the others wait in the exchange
+                failure = error
+        reward_seconds = 0.0 if self.rewards is None else time.perf_counter() - started
         phases.enter("exchange trajectories")
         raise_together(failure)
         trajectories = exchange_trajectories(local, device=self.device)
         kinds = kinds.to(self.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(kinds)
-        first = prompts[0].group_id
-        minibatches: list[list[Trajectory]] = [[] for _ in range(steps)]
+        first = responses.prompts[0].group_id
+        minibatches: list[list[Trajectory]] = [[] for _ in range(responses.steps)]
         for trajectory in trajectories:
             minibatches[(trajectory.group_id - first) // self.config.prompts_per_step].append(trajectory)
-        expected = len(prompts) * self.config.responses_per_prompt
+        expected = len(responses.prompts) * self.config.responses_per_prompt
         return RolloutPhase(
             minibatches=minibatches,
             rejected=expected - len(trajectories),
             rejected_by_kind=dict(zip(KINDS, kinds.tolist())),
-            seconds=seconds,
+            seconds={"generate": responses.seconds, "reward": reward_seconds},
         )
 
-    def _local(
-        self, prompts: list[DrawnPrompt], started: float
-    ) -> tuple[list[Trajectory], torch.Tensor, dict[str, float]]:
-        """This engine's trajectories, failed rewards by kind [len(KINDS)], and the seconds."""
-        samples = [(drawn, index) for drawn in prompts for index in range(self.config.responses_per_prompt)]
-        requests = [
-            GenerationRequest(prompt_ids=drawn.ids, seed=response_seed(self.sampler.seed, drawn.group_id, index))
-            for drawn, index in samples
-        ]
-        drawn_with = sampling(self.config, self.config.temperature)
-        results = self.engine.generate(requests, drawn_with, progress=self._progress)
-        generated = time.perf_counter()
-        if self.rewards is None:
-            return [], torch.zeros(len(KINDS), dtype=torch.int64), {"generate": generated - started, "reward": 0.0}
-        outcomes = judge(self.rewards, [drawn.prompt for drawn, _ in samples], results, self.decode)
+    def _judge(self, rewards: RewardPool, responses: Responses) -> tuple[list[Trajectory], torch.Tensor]:
+        """This engine's trajectories, and failed rewards by kind [len(KINDS)]."""
+        samples, results = responses.samples, responses.results
+        outcomes = judge(rewards, [drawn.prompt for drawn, _ in samples], results, self.decode)
         trajectories = [
             self._trajectory(drawn, index, result, outcome)
             for (drawn, index), result, outcome in zip(samples, results, outcomes)
             if outcome.reward is not None
         ]
         self._explain(samples, outcomes)
-        kinds = torch.tensor([sum(outcome.kind == kind for outcome in outcomes) for kind in KINDS])
-        return trajectories, kinds, {"generate": generated - started, "reward": time.perf_counter() - generated}
+        return trajectories, torch.tensor([sum(outcome.kind == kind for outcome in outcomes) for kind in KINDS])
 
     @property
     def _progress(self) -> bool:

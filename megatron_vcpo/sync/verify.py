@@ -11,10 +11,10 @@ import torch
 from megatron_vcpo.data.trajectory import Float32Array
 from megatron_vcpo.sync.errors import SyncError
 
-DEFAULT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Largest mean absolute difference, in nats, that different kernels of one type explain."""
 
-QUANTIZED_TOLERANCE = 0.3
+_QUANTIZED_TOLERANCE = 0.3
 """The same for an engine of 8 bits, which cost up to 0.1 with small models."""
 
 _FAR = 0.5  # mean difference in nats above which rounding is no explanation
@@ -29,12 +29,16 @@ class ProbeResult:
     tokens: int
 
 
+def default_tolerance(dtype: torch.dtype, *, quantized: bool = False) -> float:
+    """Largest mean absolute difference, in nats, that an engine of this type may have for no other reason."""
+    return _QUANTIZED_TOLERANCE if quantized else _TOLERANCES[dtype]
+
+
 def compare_logprobs(
     trainer: Sequence[Float32Array],
     engine: Sequence[Float32Array],
     *,
-    dtype: torch.dtype,
-    tolerance: float | None = None,
+    tolerance: float,
     version: int | None = None,
 ) -> ProbeResult:
     """Compare the engine's log-probs with the trainer's on the same tokens.
@@ -42,7 +46,6 @@ def compare_logprobs(
     Args:
         trainer: one array [L_i] for each sequence.
         engine: the same sequences' of the engine, whose weights were just published.
-        dtype: the engine's type, which decides the default tolerance.
         tolerance: largest allowed mean absolute difference, in nats.
         version: of the published weights, for the message.
 
@@ -52,15 +55,14 @@ def compare_logprobs(
     lengths = ([len(x) for x in trainer], [len(x) for x in engine])
     if lengths[0] != lengths[1] or not sum(lengths[0]):
         raise SyncError(f"Trainer and engine scored different tokens, or none: {lengths[0]} against {lengths[1]}.")
-    limit = DEFAULT_TOLERANCE[dtype] if tolerance is None else tolerance
     difference = np.abs(np.concatenate(list(trainer)).astype(np.float64) - np.concatenate(list(engine)))
     result = ProbeResult(mean=float(difference.mean()), max=float(difference.max()), tokens=difference.size)
     # written so that NaN fails
-    if not result.mean <= limit:
+    if not result.mean <= tolerance:
         raise SyncError(
             f"After publishing version {version} the engine's log-probs differ from the trainer's by "
             f"{result.mean:.3g} nats on average and {result.max:.3g} at most over {result.tokens} tokens "
-            f"(tolerance {limit:g}). {_reason(result)}"
+            f"(tolerance {tolerance:g}). {_reason(result)}"
         )
     return result
 

@@ -17,7 +17,7 @@ from megatron_vcpo.checkpoint import checksums
 from megatron_vcpo.checkpoint.guard import loaded_iteration
 from megatron_vcpo.checkpoint.save_folder import check_folders
 from megatron_vcpo.config import ConfigError
-from megatron_vcpo.flow.resume import load_flow_state, load_reference, save_reference
+from megatron_vcpo.flow.resume import load_loop_state, load_reference, save_reference
 from megatron_vcpo.launch import preflight
 from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.models.errors import CheckpointError
@@ -95,7 +95,7 @@ def start(run: Path, tiny: Any, *, verify: bool = True, finetune: bool = False) 
     found = {"common": dist_checkpointing.load_common_state_dict(str(folder))["args"]}
     found |= dist_checkpointing.load({"model": model_state(tiny)}, str(folder))["model"]
     if not finetune:
-        found["flow"] = load_flow_state(args)
+        found["flow"] = load_loop_state(args)
     reference = ReferencePolicy(tiny.model)
     load_reference(reference, run / REFERENCE)
     return {**found, **reference.state_dict()}
@@ -151,7 +151,7 @@ def test_without_checksums_what_cannot_be_read_is_still_named(run: Path, tiny: A
         file.write_bytes(content)
         try:
             if file.suffix == ".pt":
-                load_flow_state(args)
+                load_loop_state(args)
             elif file.suffix == ".safetensors":
                 load_reference(ReferencePolicy(tiny.model), file)
             else:

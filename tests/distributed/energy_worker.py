@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.energies.exact import ExactEnergies
-from megatron_vcpo.mcore.minibatch import PackingSettings
+from megatron_vcpo.mcore.packed_minibatch import PackingSettings
 from megatron_vcpo.mcore.packing import RowAlignment
 from tests.distributed.layouts_worker import compare, run
 from tests.oracle.energies import measure, variant_model, worst_errors

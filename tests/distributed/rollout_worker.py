@@ -123,7 +123,7 @@ def phase(engine: FakeEngine, place: EnginePlace) -> tuple[list[list[Trajectory]
         place=place,
         device=CPU,
     )
-    made = collector.collect(8)
+    made = collector.judge(collector.generate(8))
     result = evaluate(
         engine=engine,
         environment=environment,

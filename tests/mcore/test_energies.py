@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_vcpo.config import VCPOConfig
-from megatron_vcpo.mcore.minibatch import PackingSettings
+from megatron_vcpo.mcore.packed_minibatch import PackingSettings
 from tests.oracle.energies import VARIANTS, measure, per_trajectory_energies, variant_model, worst_errors
 from tests.oracle.layouts import VOCAB, trajectories
 from tests.oracle.single_process import single_process_megatron

@@ -185,7 +185,7 @@ def test_a_model_of_real_layers_equals_one_backward_per_trajectory(variant):
     if not torch.cuda.is_available():
         pytest.skip("Transformer Engine's layers run on a GPU only, and there is none")
     from megatron_vcpo.mcore.energies.exact import ExactEnergies
-    from megatron_vcpo.mcore.minibatch import PackingSettings
+    from megatron_vcpo.mcore.packed_minibatch import PackingSettings
     from tests.oracle.energies import measure, per_trajectory_energies, worst_errors
     from tests.oracle.layouts import VOCAB, trajectories
     from tests.oracle.single_process import single_process_megatron

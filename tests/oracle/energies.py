@@ -16,7 +16,7 @@ from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.context_parallel import gather_context_rows
 from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
-from megatron_vcpo.mcore.minibatch import PackingSettings, build_minibatch
+from megatron_vcpo.mcore.packed_minibatch import PackingSettings, pack_minibatch
 
 KINDS = ("linear", "expert", "router", "norm", "bias", "embedding", "output")
 
@@ -158,7 +158,7 @@ def measure(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config: VCPOConfig = energies.config
-    batch = build_minibatch(trajectories, config, packing, energies.device)
+    batch = pack_minibatch(trajectories, config, packing, energies.device)
     context = OutputContext(vocab_size=vocab_size, temperature=1.0, chunk=chunk, tp_group=energies.groups.tp)
 
     def loss(micro: Any, output: Any) -> Any:

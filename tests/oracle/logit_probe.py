@@ -8,7 +8,7 @@ import torch
 
 from megatron_vcpo.data.trajectory import Float32Array
 from megatron_vcpo.engines.protocol import RolloutEngine
-from megatron_vcpo.sync.verify import ProbeResult, compare_logprobs
+from megatron_vcpo.sync.verify import ProbeResult, compare_logprobs, default_tolerance
 
 ScoreFunction = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Float32Array]]
 
@@ -25,4 +25,6 @@ def logit_probe(
     """Compare the engine's log-probs with those of `score` on the same tokens, at temperature 1; SyncError if far."""
     theirs = engine.score(sequences, prompt_lengths)
     ours = score(sequences, prompt_lengths)
-    return compare_logprobs(ours, theirs, dtype=dtype, tolerance=tolerance, version=engine.version)
+    if tolerance is None:
+        tolerance = default_tolerance(dtype)
+    return compare_logprobs(ours, theirs, tolerance=tolerance, version=engine.version)

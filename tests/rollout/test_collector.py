@@ -10,7 +10,7 @@ from megatron_vcpo.config import RolloutConfig
 from megatron_vcpo.engines.protocol import EngineError, GenerationResult
 from megatron_vcpo.environments import EnvironmentSetupError, Prompt
 from megatron_vcpo.flow.evaluation import evaluate
-from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, judge, response_seed
+from megatron_vcpo.rollout.collector import EnginePlace, RolloutCollector, RolloutPhase, judge, response_seed
 from megatron_vcpo.rollout.decode import ResponseDecoder
 from megatron_vcpo.rollout.rewards.outcome import KINDS, RewardOutcome
 from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
@@ -40,20 +40,24 @@ def collector(*, engine=None, rejected=None, place=None, size=None, **changes) -
     )
 
 
+def collect(source: RolloutCollector, steps: int) -> RolloutPhase:
+    return source.judge(source.generate(steps))
+
+
 def test_phase_holds_each_step_s_prompts_with_all_their_responses():
-    phase = collector().collect(2)
+    phase = collect(collector(), 2)
     assert phase.rejected == 0
     assert [[(t.group_id, t.index) for t in minibatch] for minibatch in phase.minibatches] == [
         [(group, index) for group in groups for index in range(4)] for groups in ([0, 1, 2], [3, 4, 5])
     ]
     following = collector()
-    following.collect(2)
-    assert {t.group_id for t in following.collect(1).minibatches[0]} == {6, 7, 8}
+    collect(following, 2)
+    assert {t.group_id for t in collect(following, 1).minibatches[0]} == {6, 7, 8}
 
 
 def test_trajectory_carries_what_the_engine_sampled():
     source = collector()
-    trajectories = [t for minibatch in source.collect(2).minibatches for t in minibatch]
+    trajectories = [t for minibatch in collect(source, 2).minibatches for t in minibatch]
     for trajectory, request in zip(trajectories, source.engine.requests, strict=True):
         result = FakeEngine()._respond(request, source.engine.sampling)
         np.testing.assert_array_equal(trajectory.response_ids, result.response_ids)
@@ -68,7 +72,7 @@ def test_trajectory_carries_what_the_engine_sampled():
 
 def test_reward_sees_the_text_without_the_end_of_text():
     source = collector()
-    trajectories = [t for minibatch in source.collect(2).minibatches for t in minibatch]
+    trajectories = [t for minibatch in collect(source, 2).minibatches for t in minibatch]
     for trajectory, (prompt, text) in zip(trajectories, source.rewards.judged, strict=True):
         assert text == TOKENIZER.decode([t for t in trajectory.response_ids.tolist() if t != EOS])
         assert trajectory.reward == len(text)
@@ -78,7 +82,7 @@ def test_reward_sees_the_text_without_the_end_of_text():
 
 def test_sampling_is_the_configured_one():
     source = collector(temperature=0.7, stop=["\n", "Q:"], stop_token_ids=[7, 9], max_response_length=9)
-    source.collect(1)
+    collect(source, 1)
     assert source.engine.sampling.temperature == 0.7
     assert source.engine.sampling.stop == ("\n", "Q:")
     assert source.engine.sampling.stop_token_ids == (7, 9)
@@ -86,10 +90,10 @@ def test_sampling_is_the_configured_one():
 
 
 def test_failed_rewards_leave_their_trajectories_out_and_are_counted_by_kind(capsys):
-    whole = [t for minibatch in collector().collect(4).minibatches for t in minibatch]
+    whole = [t for minibatch in collect(collector(), 4).minibatches for t in minibatch]
     last = [TOKENIZER.decode([t for t in w.response_ids.tolist() if t != EOS])[-1:] for w in whole]
     first, second = sorted({c for c in last if c})[:2]
-    phase = collector(rejected={first: "timeout", second: "raised"}).collect(4)
+    phase = collect(collector(rejected={first: "timeout", second: "raised"}), 4)
     left = {(t.group_id, t.index) for minibatch in phase.minibatches for t in minibatch}
     assert left == {(t.group_id, t.index) for t, c in zip(whole, last, strict=True) if c not in (first, second)}
     expected = {"raised": last.count(second), "timeout": last.count(first), "died": 0, "invalid": 0}
@@ -118,11 +122,11 @@ def test_a_phase_explains_one_rejection_of_each_kind_first(capsys):
 
 @pytest.mark.parametrize("engines", [2, 3, 8])
 def test_number_of_engines_changes_no_trajectory(engines):
-    alone = [t for minibatch in collector().collect(2).minibatches for t in minibatch]
+    alone = [t for minibatch in collect(collector(), 2).minibatches for t in minibatch]
     apart = []
     for index in range(engines):
         place = EnginePlace(index=index, count=engines)
-        apart += [t for minibatch in collector(place=place).collect(2).minibatches for t in minibatch]
+        apart += [t for minibatch in collect(collector(place=place), 2).minibatches for t in minibatch]
     assert len(apart) == len(alone)
     for first, second in zip(alone, apart, strict=True):
         assert_same(first, second)
@@ -133,9 +137,9 @@ def test_ranks_of_one_engine_ask_for_the_same_and_one_hands_it_over():
     assert [(p.index, p.count, p.leader) for p in places] == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
     helper = collector(place=places[1])
     helper.rewards = None
-    assert helper.collect(1).minibatches == [[]]
+    assert collect(helper, 1).minibatches == [[]]
     leader = collector(place=places[0])
-    leader.collect(1)
+    collect(leader, 1)
     assert helper.engine.requests == leader.engine.requests
 
 
@@ -152,7 +156,7 @@ def test_failure_of_the_engine_ends_the_phase():
             raise EngineError("it broke")
 
     with pytest.raises(EngineError, match="it broke"):
-        collector(engine=Broken()).collect(1)
+        collect(collector(engine=Broken()), 1)
 
 
 def evaluation(engine, *, size=None, rejected=None, long=frozenset(), **changes):
@@ -219,7 +223,7 @@ def test_the_judge_is_told_what_the_chat_template_made_of_a_prompt():
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
     source = collector()
     source.sampler = PromptSampler(source.sampler.environment, tokenizer, seed=5, max_length=20, chat=True)
-    source.collect(1)
+    collect(source, 1)
     assert [p.rendered for p, _ in source.rewards.judged] == [f"{i}:<think>" for i in range(3) for _ in range(4)]
     evaluated = InlineRewards(source.sampler.environment)
     evaluate(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_vcpo.sync.errors import SyncError
-from megatron_vcpo.sync.verify import compare_logprobs
+from megatron_vcpo.sync.verify import compare_logprobs, default_tolerance
 from tests.oracle.logit_probe import logit_probe
 
 
@@ -37,23 +37,23 @@ def test_default_tolerances_follow_the_type(dtype: torch.dtype, passes: float, f
 
 def test_the_reason_tells_another_model_from_rounding() -> None:
     with pytest.raises(SyncError, match="another model"):
-        compare_logprobs(arrays([-1.0]), arrays([-3.0]), dtype=torch.bfloat16)
+        compare_logprobs(arrays([-1.0]), arrays([-3.0]), tolerance=default_tolerance(torch.bfloat16))
     with pytest.raises(SyncError, match="Rounding may explain"):
-        compare_logprobs(arrays([-1.0]), arrays([-1.2]), dtype=torch.bfloat16)
+        compare_logprobs(arrays([-1.0]), arrays([-1.2]), tolerance=default_tolerance(torch.bfloat16))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_fail_whatever_the_tolerance(bad: float) -> None:
     for ours, theirs in ((bad, -1.0), (-1.0, bad), (bad, bad)):
         with np.errstate(invalid="ignore"), pytest.raises(SyncError, match="not finite"):
-            compare_logprobs(arrays([ours]), arrays([theirs]), dtype=torch.float32, tolerance=1e9)
+            compare_logprobs(arrays([ours]), arrays([theirs]), tolerance=1e9)
 
 
 def test_different_lengths_and_nothing_at_all_are_refused() -> None:
     with pytest.raises(SyncError, match="different tokens"):
-        compare_logprobs(arrays([0.0, 0.0]), arrays([0.0]), dtype=torch.float32)
+        compare_logprobs(arrays([0.0, 0.0]), arrays([0.0]), tolerance=default_tolerance(torch.float32))
     with pytest.raises(SyncError, match="or none"):
-        compare_logprobs(arrays([]), arrays([]), dtype=torch.float32)
+        compare_logprobs(arrays([]), arrays([]), tolerance=default_tolerance(torch.float32))
 
 
 def test_the_probe_asks_both_sides_about_the_same_tokens() -> None:
@@ -64,5 +64,5 @@ def test_the_probe_asks_both_sides_about_the_same_tokens() -> None:
         return arrays([-1.0, -1.5])
 
     engine: Any = SimpleNamespace(score=score, version=3)
-    assert logit_probe(engine, score, [[1, 2, 3]], [1], dtype=torch.float32).mean == 0.0
+    assert logit_probe(engine, score, [[1, 2, 3]], [1], tolerance=default_tolerance(torch.float32)).mean == 0.0
     assert asked == [([[1, 2, 3]], [1])] * 2

@@ -23,16 +23,16 @@ from megatron_vcpo.checkpoint.model_files import with_chosen_tokenizer
 from megatron_vcpo.checkpoint.torch_dist import is_megatron
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.diagnostics.mismatch.report import Values
-from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
+from megatron_vcpo.mcore.forward import packed_seq_params, token_statistics
+from megatron_vcpo.mcore.logprobs import OutputContext
 from megatron_vcpo.mcore.packing import MicroBatch, RowAlignment, build_micro_batch, plan_micro_batches
 from megatron_vcpo.mcore.routers.accounting import recorded_routes
 from megatron_vcpo.mcore.routers.replay import RouterReplay
-from megatron_vcpo.models.building.layer_spec import packed_local_spec
+from megatron_vcpo.models.building.gpt_config import gpt_config
 from megatron_vcpo.models.building.offline import args_from_flags
 from megatron_vcpo.models.description import ModelFacts
 from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.models.match import match_model
-from megatron_vcpo.patches import mla_direct_query
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOKENS_PER_PASS = 4096
@@ -121,8 +121,6 @@ class TrainerModel:
 
     @torch.no_grad()
     def _passes(self, trajectories: Sequence[Trajectory], temperature: float) -> Iterator[tuple[MicroBatch, Values]]:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         lengths = [t.num_tokens for t in trajectories]
         plan = plan_micro_batches(lengths, list(range(len(lengths))), budget=max(_TOKENS_PER_PASS, *lengths), dp_size=1)
         context = OutputContext(
@@ -133,21 +131,10 @@ class TrainerModel:
         )
         for indices in plan.bins[0]:
             micro = build_micro_batch(trajectories, indices, alignment=RowAlignment(), device=_CPU)
-            cu, longest = micro.cu_seqlens, micro.max_seqlen
-            packed = PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest
-            )
+            packed = packed_seq_params(micro)
             if self.replay is not None:
                 self.replay.attach(packed, micro, self.model)
-            output = self.model(
-                micro.tokens,
-                micro.position_ids,
-                None,
-                labels=micro.labels,
-                packed_seq_params=packed,
-                output_processor=output_processor,
-                output_processor_context=context,
-            )
+            output = token_statistics(self.model, micro, packed, context)
             if self.replay is not None:
                 self.replay.finish_pass(training=False)
             yield micro, output["logprobs"].double().numpy()
@@ -156,18 +143,14 @@ class TrainerModel:
 def _build(args: argparse.Namespace, dtype: torch.dtype, groups: Any) -> Any:
     """GPTModel in the type, wrapped as training wraps it."""
     from megatron.core.transformer.module import Float16Module
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
     half = dtype != torch.float32
     args = argparse.Namespace(**vars(args))
     args.fp16, args.bf16 = dtype == torch.float16, dtype == torch.bfloat16
     args.params_dtype = dtype
-    mla_direct_query.apply()
-    config = gpt_config_from_args(args)
-    config.rope_scaling_factor = args.rope_scaling_factor  # 0.19.2 forgets it and leaves 8
+    config = gpt_config(args)
     config.transformer.perform_initialization = False
-    config.transformer_layer_spec = packed_local_spec
     model = GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
     return (Float16Module(config.transformer, model) if half else model).eval()
 

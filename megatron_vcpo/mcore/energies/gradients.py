@@ -24,7 +24,7 @@ from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.mcore.energies.contributions import Contribution, Products
 from megatron_vcpo.mcore.energies.exact import ExactEnergies, Measured
 from megatron_vcpo.mcore.energies.isolation import router_statistics_kept, silent_finalization
-from megatron_vcpo.mcore.minibatch import Minibatch
+from megatron_vcpo.mcore.packed_minibatch import PackedMinibatch
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.reductions import group_size
 from megatron_vcpo.objective import length_normalizers, sequence_log_applied
@@ -35,7 +35,7 @@ Values = npt.NDArray[np.float64]
 class Step(Protocol):
     """What a way needs of the policy step."""
 
-    minibatch: Minibatch | None
+    minibatch: PackedMinibatch | None
 
     def run_pass(self, model: list[Any], forward_backward: Any, **options: Any) -> Any:
         """A pass of the schedule over the minibatch, beside the step's own."""
@@ -57,7 +57,7 @@ class Step(Protocol):
 
 
 def applied_factors(
-    log_weights: Tensor, lengths: Tensor, batch: Minibatch, config: VCPOConfig, max_response_length: int
+    log_weights: Tensor, lengths: Tensor, batch: PackedMinibatch, config: VCPOConfig, max_response_length: int
 ) -> Tensor:
     """a_i * k_i / N, times the rows that Megatron divides gradients by: [n] fp64, 0 where lam_i is not finite."""
     normalizers = length_normalizers(
@@ -161,7 +161,7 @@ class _OnePass(TwoPass):
         with silent_finalization(self.energies.transformer):
             step.run_pass(model, self._forward_backward, forward_only=False)
 
-    def _reset(self, batch: Minibatch) -> None:
+    def _reset(self, batch: PackedMinibatch) -> None:
         raise NotImplementedError
 
     def _take(self, param: nn.Parameter, contribution: Contribution) -> None:
@@ -198,7 +198,7 @@ class Deferred(_OnePass):
         self._begun += 1
         return super().forward(micro, packed_seq_params)
 
-    def _reset(self, batch: Minibatch) -> None:
+    def _reset(self, batch: PackedMinibatch) -> None:
         self._kept: list[tuple[nn.Parameter, Contribution]] = []
 
     def _take(self, param: nn.Parameter, contribution: Contribution) -> None:
@@ -222,7 +222,7 @@ class Accumulators(_OnePass):
 
     products = Products.ALWAYS
 
-    def _reset(self, batch: Minibatch) -> None:
+    def _reset(self, batch: PackedMinibatch) -> None:
         rewards, scales = batch.rewards.double().cpu(), batch.advantage_scales.double().cpu()
         usable = torch.isfinite(rewards)
         self._center = float(rewards[usable].mean()) if usable.any() else 0.0

@@ -23,8 +23,9 @@ from megatron_vcpo.data.trajectory import Float32Array, Trajectory
 from megatron_vcpo.mcore.context_parallel import gather_context_rows
 from megatron_vcpo.mcore.energies.exact import Measured
 from megatron_vcpo.mcore.energies.gradients import TwoPass, applied_factors
-from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
-from megatron_vcpo.mcore.minibatch import Minibatch, PackingSettings, build_minibatch, needs_scoring_pass
+from megatron_vcpo.mcore.forward import packed_seq_params, token_statistics
+from megatron_vcpo.mcore.logprobs import OutputContext
+from megatron_vcpo.mcore.packed_minibatch import PackedMinibatch, PackingSettings, needs_scoring_pass, pack_minibatch
 from megatron_vcpo.mcore.packing import MicroBatch
 from megatron_vcpo.mcore.reductions import agree, from_last_stage, is_last_stage, sum_over
 from megatron_vcpo.mcore.reference import ReferencePolicy
@@ -32,6 +33,8 @@ from megatron_vcpo.mcore.routers.accounting import route_metrics
 from megatron_vcpo.mcore.routers.replay import RouterReplay
 from megatron_vcpo.mcore.routers.state import ExpertBiases, RouterLog
 from megatron_vcpo.mcore.step.exclusions import Exclusions
+from megatron_vcpo.mcore.step.outcome import StepOutcome, Verdict
+from megatron_vcpo.mcore.step.scoring import baseline_columns, log_weights
 from megatron_vcpo.mcore.step.soundness import broken_parameter, gradients_finite
 from megatron_vcpo.mcore.step.statistics import StepStatistics
 from megatron_vcpo.objective import (
@@ -39,12 +42,8 @@ from megatron_vcpo.objective import (
     LossOutputs,
     finite_trajectories,
     load_loss,
-    segment_ids,
-    segment_sum,
-    sequence_log_weights,
     trajectory_baselines,
     trajectory_baselines_with_fallbacks,
-    trajectory_energies,
     trajectory_log_energies,
     usable_trajectories,
 )
@@ -93,9 +92,10 @@ class PolicyStep:
         self.reference: ReferencePolicy | None = None
         self.replay: RouterReplay | None = None
         self.energies: TwoPass | None = None  # with --vcpo-energy exact
-        self.minibatch: Minibatch | None = None
+        self.minibatch: PackedMinibatch | None = None
         self.skip_reason = ""
         self.repeat = False  # the step was refused only to be made again without what turned out not to be finite
+        self.outcome: StepOutcome | None = None  # of the step that end() finished last
         self._exclusions = Exclusions(groups, device)
         self._statistics = StepStatistics(config, groups, device)
         self._result: dict[str, float] = {}
@@ -147,7 +147,7 @@ class PolicyStep:
         """Build the minibatch and score it, again where a pass shows that a trajectory cannot be trained on."""
         while True:
             trajectories = [] if self.skip_reason else self._exclusions.kept
-            batch = self.minibatch = build_minibatch(trajectories, self.config, self.settings.packing, self.device)
+            batch = self.minibatch = pack_minibatch(trajectories, self.config, self.settings.packing, self.device)
             self._scored_fallbacks = 0.0
             self._measuring_overflowed = False
             if self.config.kl_coefficient > 0.0:
@@ -197,7 +197,7 @@ class PolicyStep:
         """A fresh iterator over this rank's micro-batches (one for each model chunk under interleaving)."""
         return iter(list(self._current().micro_batches))
 
-    def _current(self) -> Minibatch:
+    def _current(self) -> PackedMinibatch:
         if self.minibatch is None:
             raise RuntimeError("PolicyStep.begin(trajectories) must come before the forward passes of a step.")
         return self.minibatch
@@ -249,7 +249,7 @@ class PolicyStep:
         Returns:
             Index in `trajectories` -> [L], for those of this data-parallel rank; empty off the last pipeline stage.
         """
-        self.minibatch = build_minibatch(trajectories, self.config, self.settings.packing, self.device)
+        self.minibatch = pack_minibatch(trajectories, self.config, self.settings.packing, self.device)
         found: dict[int, Float32Array] = {}
         for micro, stats in zip(self.minibatch.micro_batches, self.score(model, forward_backward)):
             values = stats["logprobs"].float().cpu().numpy()
@@ -293,7 +293,7 @@ class PolicyStep:
         for micro, stats in zip(batch.micro_batches, outputs):
             if micro.num_trajectories:
                 index = torch.tensor(micro.indices, device=self.device)
-                columns[:, index] = self._baseline_inputs(micro, stats)
+                columns[:, index] = baseline_columns(micro, stats, self.config)
                 self._mark(micro, self._usable(micro, stats))
         if is_last_stage(self.groups.pp):
             sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
@@ -332,56 +332,17 @@ class PolicyStep:
         """What multiplies -(R_i - b_i) * scale_i * grad sum_t a_it log p_it in the gradient: [n] fp64."""
         return applied_factors(log_weights, lengths, self._current(), self.config, self.settings.max_response_length)
 
-    def _baseline_inputs(self, micro: MicroBatch, stats: dict[str, Tensor]) -> Tensor:
-        """Log-weights, energies and lengths of a micro-batch's trajectories: [3, n] fp64."""
-        ends = micro.trajectory_ends
-        energies = trajectory_energies(
-            policy_logprobs=stats["logprobs"],
-            behavior_logprobs=micro.behavior_logprobs,
-            mask=micro.response_mask,
-            cu_seqlens=ends,
-            token_energies=stats["energy"],
-            config=self.config,
-        )
-        return torch.stack([self._log_weights(micro, stats["logprobs"]), energies, self._lengths(micro)])
-
-    def _lengths(self, micro: MicroBatch) -> Tensor:
-        """Sampled tokens of a micro-batch's trajectories: [n] fp64."""
-        ids = segment_ids(micro.trajectory_ends, micro.num_rows)
-        return segment_sum(micro.response_mask.double(), ids, micro.num_trajectories)
-
-    def _log_weights(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
-        return sequence_log_weights(
-            logprobs.detach(), micro.behavior_logprobs, micro.response_mask, micro.trajectory_ends
-        )
-
     # ------------------------------------------------------------------ Megatron's forward step
 
     def forward_step(self, data_iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[..., Any]]:
         """Megatron's forward_step_func: the model's token statistics and the loss function that takes them."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         micro = next(data_iterator)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=micro.cu_seqlens,
-            cu_seqlens_kv=micro.cu_seqlens,
-            max_seqlen_q=micro.max_seqlen,
-            max_seqlen_kv=micro.max_seqlen,
-        )
+        packed = packed_seq_params(micro)
         if self.replay is not None:
             self.replay.attach(packed, micro, model)
         measured = self.energies if self.energies is not None and self.energies.measuring else None
         with measured.forward(micro, packed) if measured is not None else nullcontext():
-            output = model(
-                micro.tokens,
-                micro.position_ids,
-                None,
-                labels=micro.labels,
-                packed_seq_params=packed,
-                output_processor=output_processor,
-                output_processor_context=self._context,
-            )
+            output = token_statistics(model, micro, packed, self._context)
         return output, partial(self._loss, micro)
 
     def _loss(self, micro: MicroBatch, output: dict[str, Tensor], non_loss_data: bool = False) -> Any:
@@ -427,7 +388,7 @@ class PolicyStep:
         self._check_loss(outputs)
         usable = self._usable(micro, output)
         self._mark(micro, usable)
-        self._statistics.add(outputs.metrics, self._log_weights(micro, output["logprobs"]), usable)
+        self._statistics.add(outputs.metrics, log_weights(micro, output["logprobs"]), usable)
         return outputs
 
     def forget_metrics(self) -> None:
@@ -505,21 +466,37 @@ class PolicyStep:
         return optimizer_step()
 
     def end(self, *, success: bool, grad_norm: float | None) -> dict[str, float]:
-        """Finish the step and return its metrics; the scheduler goes back to its base learning rate."""
+        """Finish the step and return its metrics; the scheduler goes back to its base learning rate.
+
+        What became of the step is in `outcome` then.
+        """
         self.scheduler.restore()
         batch = self._current()
         if not success and self._expert_biases is not None:
             self._expert_biases.restore()  # Megatron moves them before the update that was then not made
         if self.repeat and self._router_log is not None:
             self._router_log.restore()  # the attempt that counts logs its own
+        verdict = self._verdict(success)
         result = {
             **self._result,
             "grad_norm": math.nan if grad_norm is None else float(grad_norm),
-            "skipped": 0.0 if success else 1.0,
+            "skipped": float(verdict is not Verdict.TRAINED),
+            "overflow": float(verdict is Verdict.OVERFLOW),
             "n_trajectories": float(len(self._exclusions.given)),
             "n_micro_batches": float(batch.plan.num_micro_batches),
             "packing_efficiency": batch.num_real_tokens / max(1, batch.num_rows),
             "packing_balance": sum(batch.rank_rows) / (len(batch.rank_rows) * max(1, *batch.rank_rows)),
         }
         self.minibatch = None
+        self.outcome = StepOutcome(verdict=verdict, metrics=result, reason=self.skip_reason, excluded=self.excluded)
         return result
+
+    def _verdict(self, success: bool) -> Verdict:
+        if success:
+            return Verdict.TRAINED
+        if self.repeat:
+            return Verdict.REPEAT
+        if self.settings.fp16 and not self.skip_reason:
+            return Verdict.OVERFLOW
+        self.skip_reason = self.skip_reason or "the optimizer refused the update"
+        return Verdict.SKIPPED

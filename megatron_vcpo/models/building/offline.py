@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vcpo.models.building.gpt_config import gpt_config
 from megatron_vcpo.models.description import ModelDescription, ModelFacts, describe_megatron
 from megatron_vcpo.models.errors import CheckpointError
-from megatron_vcpo.patches import megatron_cpu, mla_direct_query
+from megatron_vcpo.patches import megatron_cpu
 
 # Flags of a process without fused kernels, and what Megatron insists on although nothing is trained.
 _OFFLINE_FLAGS = (
@@ -146,16 +147,10 @@ def build_model(args: argparse.Namespace, *, weights: bool) -> Any:
         weights: False gives parameters on the meta device, which take no memory.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron_vcpo.models.building.layer_spec import packed_local_spec  # the attention of training on a CPU
-
-    mla_direct_query.apply()
-    config = gpt_config_from_args(args)
-    config.rope_scaling_factor = args.rope_scaling_factor  # 0.19.2 forgets it and leaves 8
+    config = gpt_config(args)
     config.transformer.perform_initialization = False
-    config.transformer_layer_spec = packed_local_spec
     builder, groups = GPTModelBuilder(config), ProcessGroupCollection.use_mpu_process_groups()
     with contextlib.nullcontext() if weights else torch.device("meta"):
         return builder.build_model(groups, pre_process=True, post_process=True).eval()

@@ -27,8 +27,8 @@ class PackingSettings:
 
 
 @dataclass(slots=True, kw_only=True)
-class Minibatch:
-    """What one optimizer step consumes."""
+class PackedMinibatch:
+    """What one optimizer step consumes, packed for this rank."""
 
     trajectories: tuple[Trajectory, ...]  # of all data-parallel ranks, in one order everywhere
     plan: PackingPlan
@@ -66,9 +66,9 @@ def needs_scoring_pass(config: VCPOConfig, plan: PackingPlan) -> bool:
     return not plan.groups_together
 
 
-def build_minibatch(
+def pack_minibatch(
     trajectories: Sequence[Trajectory], config: VCPOConfig, packing: PackingSettings, device: torch.device
-) -> Minibatch:
+) -> PackedMinibatch:
     """Plan and build this rank's micro-batches; every rank calls it with the same trajectories.
 
     Raises:
@@ -92,7 +92,7 @@ def build_minibatch(
         build_micro_batch(trajectories, bin_, alignment=alignment, rows=total, device=device)
         for bin_, total in zip(plan.bins[packing.dp_rank], rows[packing.dp_rank])
     ]
-    return Minibatch(
+    return PackedMinibatch(
         trajectories=tuple(trajectories),
         plan=plan,
         micro_batches=micro_batches,

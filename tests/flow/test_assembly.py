@@ -1,4 +1,4 @@
-"""What the flow hands to its engine."""
+"""What an engine is built from."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_vcpo.config import PluginConfig
 from megatron_vcpo.engines.vllm.engine import VLLMSettings
-from megatron_vcpo.flow import colocated as rollout_flow
+from megatron_vcpo.flow import assembly
 
 
 @pytest.mark.parametrize("placement", ["colocated", "process"])
@@ -19,14 +20,12 @@ def test_an_engine_logs_into_the_run_s_folder_under_its_rank(tmp_path, monkeypat
     def engine(settings: VLLMSettings, **options: Any) -> None:
         given.append(settings)
 
-    monkeypatch.setattr(rollout_flow, "VLLMEngine", engine)
-    monkeypatch.setattr(rollout_flow, "ProcessEngine", engine)
-    monkeypatch.setattr(rollout_flow.megatron_cpu, "active", lambda: False)
+    monkeypatch.setattr(VLLMSettings, "build", engine)
+    monkeypatch.setattr(assembly, "ProcessEngine", engine)
+    monkeypatch.setattr(assembly.megatron_cpu, "active", lambda: False)
     config = PluginConfig()
     config.vcpo.load_hf = "model"
     config.rollout.engine_placement = placement
-    flow = SimpleNamespace(
-        config=config, args=SimpleNamespace(rank=3), run_dir=tmp_path, _dtype_name="float32", vocab_size=9
-    )
-    rollout_flow.RolloutFlow._build_engine(flow, [])
+    args = SimpleNamespace(rank=3, params_dtype=torch.float32)
+    assembly.build_engine(args, config, SimpleNamespace(vocab_size=9), tmp_path, [], SimpleNamespace())
     assert [settings.log_file for settings in given] == [str(tmp_path / "engine_rank3.log")]

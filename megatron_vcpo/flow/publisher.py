@@ -1,0 +1,107 @@
+"""Publisher: weights from the trainer to the engine when they are due, and the proof that they arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_vcpo.config import SyncConfig
+from megatron_vcpo.data.trajectory import Trajectory
+from megatron_vcpo.flow.journal import Journal
+from megatron_vcpo.flow.trainer import Trainer
+from megatron_vcpo.runtime import phases
+from megatron_vcpo.runtime.agreement import raise_together
+from megatron_vcpo.sync.errors import SyncError
+from megatron_vcpo.sync.receiver import WeightReceiver
+from megatron_vcpo.sync.synchronizer import WeightSynchronizer
+from megatron_vcpo.sync.verify import compare_logprobs
+
+_VERIFIED_TRAJECTORIES = 32  # compared with the trainer after a verified publication
+
+
+class Publisher:
+    """Publishes on all ranks together.
+
+    Args:
+        synchronizer: moves the weights.
+        receiver: what they are published to.
+        config: when to publish, and which publications are verified.
+        tolerance: largest mean absolute difference of log-probs after a verified publication, in nats.
+        journal: takes the seconds, and what there is to say.
+        model: Megatron's list of model chunks.
+        stale_replicas: the optimizer, where parameters are only gathered before the next forward pass
+            (--overlap-param-gather); else None.
+    """
+
+    def __init__(
+        self,
+        synchronizer: WeightSynchronizer,
+        receiver: WeightReceiver,
+        config: SyncConfig,
+        *,
+        tolerance: float,
+        journal: Journal,
+        model: list[Any],
+        stale_replicas: Any | None,
+    ) -> None:
+        self.receiver = receiver
+        self._synchronizer = synchronizer
+        self._config = config
+        self._tolerance = tolerance
+        self._journal = journal
+        self._model = model
+        self._stale_replicas = stale_replicas
+        self._published = 0
+        self._unproven = False  # the last verified publication's log-probs are still to be compared
+
+    def is_due(self, version: int) -> bool:
+        """Whether the engine's weights are too old to generate with under the policy's version."""
+        held = self.receiver.version
+        return held is None or version - held >= self._config.interval
+
+    def publish(self, version: int) -> None:
+        """Replace the engine's weights by the trainer's and name them `version`. Raises SyncError on every rank."""
+        from megatron.training import training
+
+        phases.enter("publish weights")
+        if self._stale_replicas is not None:
+            training.force_param_sync(self._model, optimizer=self._stale_replicas)
+        verify = self._config.verifies(self._published)
+        report = self._synchronizer.publish(version, verify=verify)
+        self._published += 1
+        self._unproven |= verify
+        if verify and report.unreadable:
+            self._journal.say(
+                f"verified the weights of version {report.version}, but for {len(report.unreadable)} tensors that the "
+                f"engine keeps packed ({report.unreadable[0]}, ...): there the log-probs decide"
+            )
+
+    def needs_proof(self, version: int) -> bool:
+        """Whether what the engine samples now is to be compared with the trainer: only where both are of `version`."""
+        return self._unproven and self.receiver.version == version
+
+    def prove(self, trajectories: Sequence[Trajectory], trainer: Trainer) -> bool:
+        """Compare the engine's log-probs with the trainer's on what was just sampled; False where nothing was.
+
+        Raises:
+            SyncError: on every rank; they differ by more than rounding explains.
+        """
+        probe = [t for t in trajectories if len(t.response_ids)][:_VERIFIED_TRAJECTORIES]
+        if not probe:
+            return False
+        phases.enter("verify the engine")
+        ours = trainer.logprobs_of(probe)
+        failure: SyncError | None = None
+        if ours:
+            try:
+                compare_logprobs(
+                    [ours[i] for i in sorted(ours)],
+                    [probe[i].behavior_logprobs for i in sorted(ours)],
+                    tolerance=self._tolerance,
+                    version=self.receiver.version,
+                )
+            except SyncError as error:
+                failure = error
+        raise_together(failure)
+        self._unproven = False
+        return True
