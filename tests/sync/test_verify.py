@@ -19,9 +19,7 @@ def arrays(*values: list[float]) -> list[Any]:
 
 
 def test_mean_and_maximum_are_over_all_tokens_together() -> None:
-    result = compare_logprobs(
-        arrays([-1.0, -2.0, -3.0], [-4.0]), arrays([-1.0, -2.0, -3.5], [-4.25]), dtype=torch.float32, tolerance=1.0
-    )
+    result = compare_logprobs(arrays([-1.0, -2.0, -3.0], [-4.0]), arrays([-1.0, -2.0, -3.5], [-4.25]), tolerance=1.0)
     assert (result.mean, result.max, result.tokens) == (0.1875, 0.5, 4)
 
 
@@ -30,9 +28,9 @@ def test_mean_and_maximum_are_over_all_tokens_together() -> None:
     [(torch.float32, 9e-4, 2e-3), (torch.float16, 0.015, 0.03), (torch.bfloat16, 0.09, 0.2)],
 )
 def test_default_tolerances_follow_the_type(dtype: torch.dtype, passes: float, fails: float) -> None:
-    compare_logprobs(arrays([0.0, 0.0]), arrays([-passes, -passes]), dtype=dtype)
+    compare_logprobs(arrays([0.0, 0.0]), arrays([-passes, -passes]), tolerance=default_tolerance(dtype))
     with pytest.raises(SyncError, match=r"version 7 .*over 2 tokens"):
-        compare_logprobs(arrays([0.0, 0.0]), arrays([-fails, -fails]), dtype=dtype, version=7)
+        compare_logprobs(arrays([0.0, 0.0]), arrays([-fails, -fails]), tolerance=default_tolerance(dtype), version=7)
 
 
 def test_the_reason_tells_another_model_from_rounding() -> None:
@@ -64,5 +62,5 @@ def test_the_probe_asks_both_sides_about_the_same_tokens() -> None:
         return arrays([-1.0, -1.5])
 
     engine: Any = SimpleNamespace(score=score, version=3)
-    assert logit_probe(engine, score, [[1, 2, 3]], [1], tolerance=default_tolerance(torch.float32)).mean == 0.0
+    assert logit_probe(engine, score, [[1, 2, 3]], [1], dtype=torch.float32).mean == 0.0
     assert asked == [([[1, 2, 3]], [1])] * 2
