@@ -16,7 +16,8 @@ import torch
 
 from megatron_vcpo.config import RolloutConfig, SyncConfig, VCPOConfig
 from megatron_vcpo.environments import make_environment
-from megatron_vcpo.flow.base import _COUNTED, _RENAMED
+from megatron_vcpo.flow.journal import _RENAMED
+from megatron_vcpo.flow.loop import _COUNTED
 from megatron_vcpo.objective import LossInputs, load_loss, vcpo_loss
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -138,7 +139,7 @@ def test_every_metric_is_explained() -> None:
     policy = torch.full((5,), -1.0)
     from_loss = vcpo_loss(loss_inputs(policy, token_energies=torch.ones(5))).metrics
     written = {_RENAMED.get(name, name) for name in from_loss}
-    sources = [*Path(REPOSITORY / "megatron_vcpo").glob("*.py"), *Path(REPOSITORY / "megatron_vcpo/mcore").glob("*.py")]
+    sources = [path for room in ("flow", "mcore") for path in (REPOSITORY / "megatron_vcpo" / room).rglob("*.py")]
     for path in sources:
         text = path.read_text()
         written |= {f"count/{name}" for name in re.findall(r'\.count\(f?"([^"]+)"', text)}
@@ -148,13 +149,14 @@ def test_every_metric_is_explained() -> None:
             if isinstance(node, ast.FunctionDef) and node.name in (
                 "finalize",
                 "end",
-                "_record",
-                "_evaluate",
+                "record",
+                "step_record",
+                "metrics",
                 "route_metrics",
             ):
                 written |= set(string_keys(node))
     written |= {f"count/{name}" for name in _COUNTED}
-    written |= {"reward/{}", "overflow", "time/generate", "time/reward"}
+    written |= {"reward/{}", "time/generate", "time/reward"}
     written |= {f"mismatch_{kind}_{name}" for kind in ("abs", "kl") for name in ("replay", "no_replay")}
     cells = re.findall(
         r"^\| (`[^|]*`) \|", (REPOSITORY / "docs/metrics.md").read_text().split("## Every step")[1], re.MULTILINE

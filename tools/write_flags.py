@@ -65,7 +65,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
 }
 _HEAD = """# Flags
 
-<!-- Written by tools/write_flags.py from megatron_vcpo/config.py; do not edit. -->
+<!-- Written by tools/write_flags.py from megatron_vcpo/config/; do not edit. -->
 
 Every flag of Megatron-LM's training works as it does there; these are the ones that the plugin adds. `--help` shows the
 same texts. What each `--vcpo-correction` computes is in [corrections.md](corrections.md).

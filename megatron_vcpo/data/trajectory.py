@@ -38,7 +38,7 @@ class Trajectory:
     truncated: bool = False  # the response reached the length bound
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     prompt_index: int = -1  # index of the prompt in its environment
-    routed_experts: RouteArray | None = None  # [P + L, layers with experts, k], see rollout/routes.py
+    routed_experts: RouteArray | None = None  # [P + L, layers with experts, k], see data/routes.py
 
     @property
     def name(self) -> str:

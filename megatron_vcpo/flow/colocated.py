@@ -6,14 +6,14 @@ publish ──► generate ──► judge ──► admit ─────► ta
    │                   processes              bound)     and VCPO     │
    └──────────────── weights of the next version ◄────────────────────┘
 
-publish   weights of the present version go to the engine, when they are due             flow/publisher.py, sync/
-generate  prompts are drawn, and the engine samples responses                            rollout/collector.py, engines/
-judge     rewards; every rank then holds the same trajectories                           rollout/collector.py
-admit     what cannot be trained on is refused, the rest waits                           flow/buffer.py
-take      one step's trajectories, without those that have become too old                flow/buffer.py
-train     pack, score, forward and backward, rho, learning rate, optimizer step          flow/trainer.py, mcore/step/
-settle    the outcome moves the version, or keeps an overflowed minibatch                flow/loop.py
-log       one line                                                                       flow/journal.py
+publish   weights of the present version go to the engine, when they are due        flow/publisher.py, sync/
+generate  prompts are drawn, and the engine samples responses                       rollout/, engines/
+judge     rewards; every rank then holds the same trajectories                      rollout/
+admit     what cannot be trained on is refused, the rest waits                      flow/buffer.py
+take      one step's trajectories, without those that have become too old           flow/buffer.py
+train     pack, score, forward and backward, rho, learning rate, optimizer step     flow/trainer.py, mcore/
+settle    the outcome moves the version, or keeps an overflowed minibatch           flow/loop.py
+log       one line                                                                  flow/journal.py
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from examples.char_tokenizer import write_char_tokenizer
 from megatron_vcpo.checkpoint.convert.compare_files import file_differences
 from megatron_vcpo.checkpoint.convert.source import MegatronSource
 from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
-from megatron_vcpo.checkpoint.convert.to_megatron import Options, convert_to_megatron
+from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, convert_to_megatron
 from megatron_vcpo.checkpoint.model_files import read_model_folder
 from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
 from tests.oracle.model_pairs import save_hf_model
@@ -79,7 +79,7 @@ def test_a_converted_checkpoint_is_trained_and_comes_back(
     save_hf_model(tmp_path / "hf", name, tied=tied, **changes)
     (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     write_char_tokenizer(tmp_path / "tokenizer")
-    options = Options(shard_bytes=20_000)
+    options = ConversionOptions(shard_bytes=20_000)
     with single_process_megatron():
         convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", options).folder.commit()
         train(tmp_path, *flags.split())
