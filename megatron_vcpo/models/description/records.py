@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_vcpo.models.errors import CheckpointError
-from megatron_vcpo.models.naming import Family, LatentSizes, ModelShape, NamingError
+from megatron_vcpo.models.naming import Family, ModelShape, ModelSizes, NamingError
 
 # Megatron fixes the other parameters of Llama 3's rope scaling (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -64,54 +64,27 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDescription:
+class ModelDescription(ModelSizes):
     """A model of one of the families, whichever side it was read from."""
 
     family: Family
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_query_groups: int
-    head_dim: int  # of a query, with multi-latent attention
-    ffn_hidden_size: int
-    vocab_size: int
-    tied_embeddings: bool
     norm_epsilon: float
     rotary_base: float
     rope_scaling_factor: float | None
     max_position_embeddings: int
-    num_experts: int = 0
     experts_per_token: int = 0
-    moe_ffn_hidden_size: int = 0
-    moe_layers: tuple[bool, ...] = ()
     renormalize_top_k: bool = False  # the chosen experts' weights sum to one
-    shared_ffn_hidden_size: int = 0  # of all shared experts of a layer together
     expert_groups: ExpertGroups | None = None
     routed_scaling_factor: float = 1.0  # multiplies the chosen experts' weights
-    latent: LatentSizes | None = None  # multi-latent attention
     yarn: Yarn | None = None
     sliding_window: int | None = None  # tokens that every other layer, from the first, attends to, itself included
     swiglu_limit: float | None = None  # GPT-OSS's clamped activation
 
     def shape(self, padded_vocab_size: int) -> ModelShape:
         """The sizes for the table of names; CheckpointError where they do not fit each other."""
+        sizes = {entry.name: getattr(self, entry.name) for entry in fields(ModelSizes)}
         try:
-            return ModelShape(
-                num_layers=self.num_layers,
-                hidden_size=self.hidden_size,
-                num_heads=self.num_heads,
-                num_query_groups=self.num_query_groups,
-                head_dim=self.head_dim,
-                ffn_hidden_size=self.ffn_hidden_size,
-                vocab_size=self.vocab_size,
-                padded_vocab_size=padded_vocab_size,
-                tied_embeddings=self.tied_embeddings,
-                num_experts=self.num_experts,
-                moe_ffn_hidden_size=self.moe_ffn_hidden_size,
-                moe_layers=self.moe_layers,
-                shared_ffn_hidden_size=self.shared_ffn_hidden_size,
-                latent=self.latent,
-            )
+            return ModelShape(**sizes, padded_vocab_size=padded_vocab_size)
         except NamingError as error:
             raise CheckpointError(f"This {self.family.name} model cannot be: {error}") from error
 

@@ -12,7 +12,7 @@ Weight sync, checkpoint loading and the converters all read these tables. To add
 from megatron_vcpo.models.naming.families import FAMILIES, Family, family_by_name, family_for_architecture
 from megatron_vcpo.models.naming.megatron import ParameterLayout, local_parameters, local_problems, unwrap
 from megatron_vcpo.models.naming.rules import Kind, ParameterSpec, Rule
-from megatron_vcpo.models.naming.shape import LatentSizes, ModelShape, NamingError
+from megatron_vcpo.models.naming.shape import LatentSizes, ModelShape, ModelSizes, NamingError
 from megatron_vcpo.models.naming.transform import export_tensors, import_shard, join_experts, shard_shape
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Kind",
     "LatentSizes",
     "ModelShape",
+    "ModelSizes",
     "NamingError",
     "ParameterLayout",
     "ParameterSpec",

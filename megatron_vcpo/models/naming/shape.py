@@ -31,8 +31,8 @@ class LatentSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Sizes of the whole model, whatever its layout over ranks."""
+class ModelSizes:
+    """Sizes of the whole model, whatever its layout over ranks and whichever side they were read from."""
 
     num_layers: int
     hidden_size: int
@@ -41,13 +41,19 @@ class ModelShape:
     head_dim: int  # of a query, with multi-latent attention
     ffn_hidden_size: int
     vocab_size: int  # rows of the Hugging Face embedding
-    padded_vocab_size: int  # rows of Megatron's, over all tensor-parallel ranks
     tied_embeddings: bool
     num_experts: int = 0
     moe_ffn_hidden_size: int = 0
     moe_layers: tuple[bool, ...] = ()  # [num_layers] which layers hold experts; empty: none
     shared_ffn_hidden_size: int = 0  # of all shared experts of a layer together
     latent: LatentSizes | None = None  # None: multi-head attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape(ModelSizes):
+    """The sizes that a family's table needs: those of the model, and the vocabulary as Megatron pads it."""
+
+    padded_vocab_size: int  # rows of Megatron's embedding, over all tensor-parallel ranks
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_query_groups:
