@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,59 @@ def test_every_script_is_executable_and_parses(script: Path) -> None:
     assert '"$@"' in script.read_text()
 
 
+def test_what_the_scripts_share_only_defines_functions() -> None:
+    """It is sourced: not executable, and with no effect of its own that a script's reader would have to look for."""
+    common = EXAMPLES / "common.sh"
+    assert not os.access(common, os.X_OK)
+    # What bash has set before and after, but for the functions and what the last command leaves in `$_`.
+    names = "compgen -v | grep -vx -e _ -e PIPESTATUS; set +o"
+    shell = f'set -euo pipefail; before=; after=; before=$({names}); . "$1"; after=$({names}); [ "$before" = "$after" ]'
+    done = subprocess.run(["bash", "-c", shell, "bash", str(common)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_that_lies_elsewhere_says_which_file_it_lacks(script: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "mine" / "scripts" / script.name
+    copy.parent.mkdir(parents=True)
+    shutil.copy(script, copy)
+    done = subprocess.run(["bash", str(copy)], capture_output=True, text=True, cwd=tmp_path)
+    common = tmp_path / "examples" / "common.sh"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{common} is missing: set ROOT in {copy} to the megatron_vcpo checkout.\n"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [copy]
+
+
+@pytest.mark.parametrize("name", ["llama/demo.sh", "moe/tiny_moe_cpu.sh"])
+def test_a_demo_leaves_an_existing_run_alone(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / name), "1", str(run)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"RUN_DIR": str(run)},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"{run} is there already; remove it, or choose another .*\.\n", done.stderr)
+    assert not list(run.iterdir())
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_demo_shows_the_plugins_lines_and_where_it_fails_the_end_of_the_log(code: int, tmp_path: Path) -> None:
+    said = "noise\nmegatron_vcpo: ready\n  1/20 | reward 0.5\nreason\n"
+    script = '. "$1"; run log sh -c \'printf "%s" "$0"; exit "$1"\' "$2" "$3"; echo after'
+    command = ["bash", "-euo", "pipefail", "-c", script, "bash", str(EXAMPLES / "common.sh"), said, str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    shown = "megatron_vcpo: ready\n  1/20 | reward 0.5\n"
+    if code == 0:
+        assert (done.returncode, done.stdout, done.stderr) == (0, shown + "after\n", "")
+    else:
+        assert (done.returncode, done.stdout) == (1, shown)
+        assert done.stderr == f"The run failed; the end of log:\n{said}"
+    assert (tmp_path / "log").read_text() == said
+
+
 def launch(name: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     model = write_model_folder(folder / "model", ALL_CLUSTER[name]["config"])
     questions = str(write_questions(folder / "questions.jsonl"))
@@ -111,9 +165,15 @@ def run_with(
     script = script_of(name)
     if rendezvous != "localhost:29500":
         text = script.read_text()
-        assert "RENDEZVOUS=localhost:29500 " in text
+        edits = {
+            "RENDEZVOUS=localhost:29500 ": f"RENDEZVOUS={rendezvous} ",
+            'ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)': f"ROOT={shlex.quote(str(REPOSITORY))}",
+        }
+        for old, new in edits.items():
+            assert old in text
+            text = text.replace(old, new)
         script = folder / script.name
-        script.write_text(text.replace("RENDEZVOUS=localhost:29500 ", f"RENDEZVOUS={rendezvous} "))
+        script.write_text(text)
     return subprocess.run(
         ["bash", str(script), *flags],
         capture_output=True,
@@ -241,6 +301,7 @@ def test_a_cluster_script_finds_the_torchrun_of_make_setup_where_none_is_on_the_
     script = tmp_path / "examples" / "llama" / "llama3_8b.sh"
     script.parent.mkdir(parents=True)
     script.write_text(script_of("llama3_8b").read_text())
+    shutil.copy(EXAMPLES / "common.sh", tmp_path / "examples")
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "dirname").symlink_to(shutil.which("dirname") or "/usr/bin/dirname")
     run = partial(subprocess.run, [shutil.which("bash"), script], capture_output=True, text=True, cwd=tmp_path)

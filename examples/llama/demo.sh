@@ -7,13 +7,17 @@
 # A repeated flag wins over the one below. FOLDER is where the run goes (runs/demo_seed<SEED> by default); --rollout-run-dir,
 # --load and --rollout-tokenizer are the script's own.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+COMMON=$ROOT/examples/common.sh
+[ -f "$COMMON" ] || { echo "$COMMON is missing: set ROOT in $0 to the megatron_vcpo checkout." >&2; exit 2; }
+# shellcheck source=examples/common.sh
+. "$COMMON"
+cd "$ROOT"
 
 SEED=${1:-1}
 RUN=${2:-runs/demo_seed$SEED}
 shift $(( $# > 2 ? 2 : $# ))
-PYTHON=.venv/bin/python
-[ -x "$PYTHON" ] || PYTHON=python3
+PYTHON=$(python_or python3)
 # One thread: a model this small gains nothing from two, and loses much when another program wants a core.
 export PYTHONPATH=. OMP_NUM_THREADS=1
 
@@ -39,26 +43,13 @@ REINFORCEMENT_ARGS=(
     --rollout-eval-interval 16 --rollout-eval-num-prompts 256 --rollout-run-dir "$RUN"
 )
 
-# Megatron's own thousand lines go to a log; what the plugin says is shown.
-run() {
-    local log=$1
-    shift
-    if ! "$PYTHON" -W ignore -m "$@" 2>&1 | tee "$log" | grep --line-buffered -E '^ *[0-9]+/[0-9]+ \||^megatron_vcpo:'; then
-        echo "The run failed; the end of $log:" >&2
-        tail -n 30 "$log" >&2
-        exit 1
-    fi
-}
-
-if [ -e "$RUN" ]; then
-    echo "$RUN is there already; remove it, or choose another seed or folder: make demo ARGS=\"SEED FOLDER\"." >&2
-    exit 2
-fi
-mkdir -p "$RUN"
+new_run_folder "$RUN" "another seed or folder: make demo ARGS=\"SEED FOLDER\""
 "$PYTHON" examples/char_tokenizer.py "$RUN/tokenizer"
 echo "1. Supervised warm-up"
-run "$RUN/warm_up.log" megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${WARM_UP_ARGS[@]}"
+run "$RUN/warm_up.log" "$PYTHON" -W ignore -m megatron_vcpo.supervised \
+    "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${WARM_UP_ARGS[@]}"
 echo "2. Reinforcement on stale rollouts"
-run "$RUN/train.log" megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${REINFORCEMENT_ARGS[@]}" "$@"
+run "$RUN/train.log" "$PYTHON" -W ignore -m megatron_vcpo.train \
+    "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${REINFORCEMENT_ARGS[@]}" "$@"
 echo "3. The picture"
 "$PYTHON" tools/plot_run.py "$RUN"

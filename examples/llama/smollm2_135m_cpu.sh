@@ -7,12 +7,16 @@
 # RUN_DIR and MODEL_DIR are where the run and the checkpoint (540 MB, made when missing) go. Where other work shares the
 # cores, set OMP_NUM_THREADS below their number: threads that wait for one another cost more than they bring.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+COMMON=$ROOT/examples/common.sh
+[ -f "$COMMON" ] || { echo "$COMMON is missing: set ROOT in $0 to the megatron_vcpo checkout." >&2; exit 2; }
+# shellcheck source=examples/common.sh
+. "$COMMON"
+cd "$ROOT"
 
 RUN_DIR=${RUN_DIR:-runs/smollm2_135m_cpu}
 MODEL_DIR=${MODEL_DIR:-runs/models/smollm2_135m_instruct}
-PYTHON=python
-if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
+PYTHON=$(python_or python)
 
 if [[ ! -f $MODEL_DIR/config.json ]]; then
     "$PYTHON" examples/llama/prepare_smollm2.py "$MODEL_DIR"

@@ -18,7 +18,11 @@ RUN=runs/qwen3_30b_a3b
 NNODES=2
 GPUS_PER_NODE=8
 RENDEZVOUS=localhost:29500          # the same host:port on every machine
-export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+
+COMMON=$ROOT/examples/common.sh
+[ -f "$COMMON" ] || { echo "$COMMON is missing: set ROOT in $0 to the megatron_vcpo checkout." >&2; exit 2; }
+# shellcheck source=examples/common.sh
+. "$COMMON"
 
 MODEL_ARGS=(
     --num-layers 48
@@ -125,26 +129,7 @@ ROLLOUT_ARGS=(
     --sync-interval 1
 )
 
-TORCHRUN=torchrun # the active environment's, or else that of `make setup`
-if ! command -v torchrun > /dev/null && [ -x "$ROOT/.venv/bin/torchrun" ]; then TORCHRUN=$ROOT/.venv/bin/torchrun; fi
-LAUNCH=(
-    "$TORCHRUN" --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE"
-    --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS"
-)
-for flag in "$@"; do
-    if [[ $flag == --fp16 ]]; then
-        PRECISION_ARGS=(--attention-backend auto --rollout-engine-dtype float16 --initial-loss-scale 65536)
-    elif [[ $flag == --vcpo-dry-run ]]; then
-        LAUNCH=(python)
-        [ -x "$ROOT/.venv/bin/python" ] && LAUNCH=("$ROOT/.venv/bin/python")
-        PARALLEL_ARGS+=(--vcpo-dry-run-processes $((NNODES * GPUS_PER_NODE)))
-    fi
-done
-if [[ ${LAUNCH[0]} == "$TORCHRUN" && $RENDEZVOUS == localhost:* ]] && (( NNODES > 1 )); then
-    echo "RENDEZVOUS in $0 names localhost, on each of the $NNODES machines another: write one machine's host:port." >&2
-    exit 2
-fi
-
-"${LAUNCH[@]}" -m megatron_vcpo.train \
+choose_precision "$@"
+launch \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${MOE_ARGS[@]}" "${PRECISION_ARGS[@]}" "${TRAIN_ARGS[@]}" \
     "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"

@@ -11,6 +11,10 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+COMMON=$ROOT/examples/common.sh
+[ -f "$COMMON" ] || { echo "$COMMON is missing: set ROOT in $0 to the megatron_vcpo checkout." >&2; exit 2; }
+# shellcheck source=examples/common.sh
+. "$COMMON"
 PYTHON=$ROOT/.venv/bin/python
 RUN=${RUN_DIR:-runs/tiny_moe_$(date +%Y%m%d-%H%M%S)}
 export PYTHONPATH=$ROOT OMP_NUM_THREADS=1
@@ -77,28 +81,15 @@ ROLLOUT_ARGS=(
     --rollout-run-dir "$RUN"
 )
 
-# Megatron's own thousand lines go to a log; what the plugin says is shown.
-run() {
-    local log=$1
-    shift
-    if ! "$PYTHON" -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 -m "$@" 2>&1 | tee "$log" | grep --line-buffered -E '^ *[0-9]+/[0-9]+ \||^megatron_vcpo:'; then
-        echo "The run failed; the end of $log:" >&2
-        tail -n 30 "$log" >&2
-        exit 1
-    fi
-}
+LAUNCH=("$PYTHON" -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 -m)
 
-if [ -e "$RUN" ]; then
-    echo "$RUN is there already; remove it, or choose another RUN_DIR." >&2
-    exit 2
-fi
-mkdir -p "$RUN"
+new_run_folder "$RUN" "another RUN_DIR"
 "$PYTHON" "$ROOT/examples/char_tokenizer.py" "$RUN/tokenizer"
 echo "1. Supervised warm-up"
-run "$RUN/warm_up.log" megatron_vcpo.supervised "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
-    "${WARM_UP_ARGS[@]}"
+run "$RUN/warm_up.log" "${LAUNCH[@]}" megatron_vcpo.supervised \
+    "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${WARM_UP_ARGS[@]}"
 echo "2. VCPO on stale rollouts"
-run "$RUN/train.log" megatron_vcpo.train "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
-    "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
+run "$RUN/train.log" "${LAUNCH[@]}" megatron_vcpo.train \
+    "${MODEL_ARGS[@]}" "${TASK_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${VCPO_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
 echo "3. The picture"
 "$PYTHON" "$ROOT/tools/plot_run.py" "$RUN"
