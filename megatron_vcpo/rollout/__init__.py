@@ -1,0 +1,1 @@
+"""One rollout phase: prompts in their order, responses, rewards."""

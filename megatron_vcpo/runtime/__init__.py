@@ -1,0 +1,1 @@
+"""What every process of a run needs, whatever it does."""

@@ -1,11 +1,10 @@
-"""Weights from Megatron to the engine: plan, gather, deliver, verify (docs/sync.md).
+"""Weights from Megatron to whoever receives them: plan, gather, deliver, verify (docs/sync.md).
 
-naming/          one table per model family: names, shapes, transformations
-match.py         a model spread over ranks against its table
-buckets.py       which parameters travel together
-gather.py        the whole model as a stream of Hugging Face tensors
-synchronizer.py  publish(version): all of it arrives, or every rank raises
-deadline.py      no wait without an end
-deliver.py       flat buckets to an engine in another process; deliver_*.py: the transports
-verify.py        the engine's log-probs against the trainer's
+buckets        which parameters travel together
+gather         the whole model as a stream of Hugging Face tensors
+synchronizer   publish(version): all of it arrives, or every rank raises
+receiver       what weights are published to
+deadline       no wait without an end
+verify         the engine's log-probs against the trainer's
+transports/    flat buckets to another process
 """

@@ -113,11 +113,11 @@ def test_staleness_and_temperature_are_those_that_transformers_gives(
 def test_a_megatron_checkpoint_is_read_like_the_one_it_was_made_from(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_vcpo.checkpoint.convert.to_megatron import MismatchOptions, convert_to_megatron
+    from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, convert_to_megatron
     from megatron_vcpo.models.building.offline import single_process
 
     with single_process():
-        convert_to_megatron(dense, tmp_path / "megatron", MismatchOptions()).folder.commit()
+        convert_to_megatron(dense, tmp_path / "megatron", ConversionOptions()).folder.commit()
     save_batch(tmp_path / "b.npz", batch_of(tiny_models.load(dense)), PLAIN)
     rows, text = run(capsys, tmp_path / "b.npz", tmp_path / "megatron", "--dtypes", "float16", "bfloat16")
     assert float(rows["all together"][0]) < 1e-5

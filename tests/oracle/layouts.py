@@ -286,7 +286,7 @@ def _set_weights(
 ) -> None:
     """Write this rank's shards of whole tensors, which `read` gives by their Hugging Face names."""
     from megatron_vcpo.models.match import match_model
-    from megatron_vcpo.models.naming import Layout as Place
+    from megatron_vcpo.models.naming import ParameterLayout as Place
     from megatron_vcpo.models.naming import import_shard
     from megatron_vcpo.models.naming.families import EMBEDDING, OUTPUT_LAYER
 

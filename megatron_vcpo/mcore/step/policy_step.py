@@ -34,7 +34,7 @@ from megatron_vcpo.mcore.routers.replay import RouterReplay
 from megatron_vcpo.mcore.routers.state import ExpertBiases, RouterLog
 from megatron_vcpo.mcore.step.exclusions import Exclusions
 from megatron_vcpo.mcore.step.outcome import StepOutcome, Verdict
-from megatron_vcpo.mcore.step.scoring import baseline_columns, log_weights
+from megatron_vcpo.mcore.step.scoring import baseline_columns, log_weights, minibatch_baselines, usable_of
 from megatron_vcpo.mcore.step.soundness import broken_parameter, gradients_finite
 from megatron_vcpo.mcore.step.statistics import StepStatistics
 from megatron_vcpo.objective import (
@@ -43,9 +43,6 @@ from megatron_vcpo.objective import (
     finite_trajectories,
     load_loss,
     trajectory_baselines,
-    trajectory_baselines_with_fallbacks,
-    trajectory_log_energies,
-    usable_trajectories,
 )
 from megatron_vcpo.optim import EssParamScheduler
 
@@ -273,19 +270,6 @@ class PolicyStep:
     def _mark(self, micro: MicroBatch, usable: Tensor) -> None:
         self._exclusions.mark(micro.indices, usable)
 
-    def _usable(self, micro: MicroBatch, output: dict[str, Tensor]) -> Tensor:
-        """Of a micro-batch's trajectories: [n] bool."""
-        return usable_trajectories(
-            policy_logprobs=output["logprobs"],
-            behavior_logprobs=micro.behavior_logprobs,
-            mask=micro.response_mask,
-            cu_seqlens=micro.trajectory_ends,
-            rewards=self._current().rewards[torch.tensor(micro.indices, dtype=torch.int64, device=self.device)],
-            config=self.config,
-            reference_logprobs=micro.reference_logprobs,
-            entropy=output["entropy"],
-        )
-
     def _score_baselines(self, model: list[Any], forward_backward: ForwardBackward) -> None:
         batch = self._current()
         outputs = self.score(model, forward_backward)
@@ -294,7 +278,7 @@ class PolicyStep:
             if micro.num_trajectories:
                 index = torch.tensor(micro.indices, device=self.device)
                 columns[:, index] = baseline_columns(micro, stats, self.config)
-                self._mark(micro, self._usable(micro, stats))
+                self._mark(micro, usable_of(micro, stats, batch.rewards, self.config))
         if is_last_stage(self.groups.pp):
             sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
         from_last_stage(columns, self.groups.pp)
@@ -306,24 +290,9 @@ class PolicyStep:
         if self.settings.fp16 and self.energies is not None:
             lost = torch.isfinite(measured.log_weights) & ~torch.isfinite(measured.energies)
             self._measuring_overflowed = bool(lost.any())
-        log_energies = trajectory_log_energies(
-            log_weights=measured.log_weights,
-            lengths=measured.lengths,
-            energies=measured.energies,
-            config=self.config,
-            num_trajectories=float(batch.num_trajectories),
-            num_tokens=float(batch.num_response_tokens),
-            max_response_length=self.settings.max_response_length,
-        )
         usable = torch.isfinite(measured.log_weights)
         self._exclusions.mark(range(batch.num_trajectories), usable)
-        result = trajectory_baselines_with_fallbacks(
-            rewards=batch.rewards,
-            group_ids=batch.group_ids,
-            log_energies=log_energies,
-            config=self.config,
-            usable=usable,
-        )
+        result = minibatch_baselines(batch, measured, self.config, self.settings.max_response_length)
         fallbacks = float((result.fallback & usable).sum().item())
         self._scored_fallbacks = fallbacks / max(1, batch.num_trajectories)
         batch.baselines = result.values
@@ -386,7 +355,7 @@ class PolicyStep:
             )
         )
         self._check_loss(outputs)
-        usable = self._usable(micro, output)
+        usable = usable_of(micro, output, batch.rewards, self.config)
         self._mark(micro, usable)
         self._statistics.add(outputs.metrics, log_weights(micro, output["logprobs"]), usable)
         return outputs

@@ -1,4 +1,4 @@
-"""What a forward-only pass says of a micro-batch's trajectories."""
+"""What a pass says of trajectories: log-weights, energies, whether they can be trained on, and the baselines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import torch
 from torch import Tensor
 
 from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.mcore.energies.exact import Measured
+from megatron_vcpo.mcore.packed_minibatch import PackedMinibatch
 from megatron_vcpo.mcore.packing import MicroBatch
-from megatron_vcpo.objective import segment_ids, segment_sum, sequence_log_weights, trajectory_energies
+from megatron_vcpo.objective import (
+    BaselineResult,
+    segment_ids,
+    segment_sum,
+    sequence_log_weights,
+    trajectory_baselines_with_fallbacks,
+    trajectory_energies,
+    trajectory_log_energies,
+    usable_trajectories,
+)
 
 
 def log_weights(micro: MicroBatch, logprobs: Tensor) -> Tensor:
@@ -37,3 +48,46 @@ def _lengths(micro: MicroBatch) -> Tensor:
     """Sampled tokens of a micro-batch's trajectories: [n] fp64."""
     ids = segment_ids(micro.trajectory_ends, micro.num_rows)
     return segment_sum(micro.response_mask.double(), ids, micro.num_trajectories)
+
+
+def usable_of(micro: MicroBatch, stats: dict[str, Tensor], rewards: Tensor, config: VCPOConfig) -> Tensor:
+    """Which of a micro-batch's trajectories can be trained on: [n] bool.
+
+    Args:
+        micro: the micro-batch, with the reference's log-probs where there are any.
+        stats: token statistics under the policy.
+        rewards: of the whole minibatch, [N].
+        config: the objective.
+    """
+    return usable_trajectories(
+        policy_logprobs=stats["logprobs"],
+        behavior_logprobs=micro.behavior_logprobs,
+        mask=micro.response_mask,
+        cu_seqlens=micro.trajectory_ends,
+        rewards=rewards[torch.tensor(micro.indices, dtype=torch.int64, device=rewards.device)],
+        config=config,
+        reference_logprobs=micro.reference_logprobs,
+        entropy=stats["entropy"],
+    )
+
+
+def minibatch_baselines(
+    batch: PackedMinibatch, measured: Measured, config: VCPOConfig, max_response_length: int
+) -> BaselineResult:
+    """Optimal baselines of a whole minibatch from what a pass over it measured: [N]."""
+    log_energies = trajectory_log_energies(
+        log_weights=measured.log_weights,
+        lengths=measured.lengths,
+        energies=measured.energies,
+        config=config,
+        num_trajectories=float(batch.num_trajectories),
+        num_tokens=float(batch.num_response_tokens),
+        max_response_length=max_response_length,
+    )
+    return trajectory_baselines_with_fallbacks(
+        rewards=batch.rewards,
+        group_ids=batch.group_ids,
+        log_energies=log_energies,
+        config=config,
+        usable=torch.isfinite(measured.log_weights),
+    )

@@ -1,0 +1,1 @@
+"""Megatron's model configuration, and a whole model on one CPU process."""
