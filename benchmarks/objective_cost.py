@@ -25,7 +25,7 @@ from megatron_vcpo.objective import (
     sequence_log_weights,
     vcpo_loss,
 )
-from megatron_vcpo.objective.loss import trajectory_energies, trajectory_log_energies
+from megatron_vcpo.objective.trajectories import trajectory_energies, trajectory_log_energies
 
 
 @dataclass

@@ -1,14 +1,18 @@
 """The VCPO objective: pure torch on tensors, no process groups, no engine.
 
-records      LossInputs, LossOutputs, load_loss: the interface, also of a user's own loss
-segments     sums over packed trajectories and over groups
-usable       which trajectories can be trained on
-importance   sequence log-weights
-ess          effective sample size and the learning-rate multiplier it gives
-corrections  one function per importance correction, and their table
-energy       energies that weight the optimal baseline
-baseline     optimal and mean baselines, reward scales
-loss         vcpo_loss
+records       LossInputs, LossOutputs, load_loss: the interface, also of a user's own loss
+segments      sums over packed trajectories and over groups
+usable        which trajectories can be trained on
+importance    sequence log-weights
+ess           effective sample size and the learning-rate multiplier it gives
+corrections   one function per importance correction, and their table
+energy        energies that weight the optimal baseline
+baseline      optimal and mean baselines, reward scales
+trajectories  what the gradient takes of each trajectory: normalizers, energies, baselines
+kl            estimates of the divergence from a reference
+batch         a micro-batch with everything unusable taken out
+loss          vcpo_loss
+metrics       what it measures beside its value
 """
 
 from megatron_vcpo.objective.baseline import (
@@ -39,18 +43,18 @@ from megatron_vcpo.objective.ess import (
     learning_rate_multiplier,
 )
 from megatron_vcpo.objective.importance import sequence_log_weights
-from megatron_vcpo.objective.loss import (
+from megatron_vcpo.objective.kl import kl_estimate
+from megatron_vcpo.objective.loss import vcpo_loss
+from megatron_vcpo.objective.records import Loss, LossInputs, LossOutputs, load_loss
+from megatron_vcpo.objective.segments import dense_ids, segment_ids, segment_max, segment_min, segment_sum, spread
+from megatron_vcpo.objective.trajectories import (
     energy_token_weights,
-    kl_estimate,
     length_normalizers,
     trajectory_baselines,
     trajectory_baselines_with_fallbacks,
     trajectory_energies,
     trajectory_log_energies,
-    vcpo_loss,
 )
-from megatron_vcpo.objective.records import Loss, LossInputs, LossOutputs, load_loss
-from megatron_vcpo.objective.segments import dense_ids, segment_ids, segment_max, segment_min, segment_sum, spread
 from megatron_vcpo.objective.usable import finite_trajectories, usable_trajectories
 
 __all__ = [

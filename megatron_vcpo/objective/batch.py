@@ -1,0 +1,63 @@
+"""LossBatch: a micro-batch with everything unusable taken out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_vcpo.objective.corrections import LogRatios, log_ratios
+from megatron_vcpo.objective.records import LossInputs
+from megatron_vcpo.objective.segments import segment_ids, segment_sum, spread
+from megatron_vcpo.objective.usable import usable_trajectories
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossBatch:
+    """The micro-batch with everything unusable taken out."""
+
+    ids: Tensor  # [T] trajectory of a position, n for none
+    mask: Tensor  # [T] bool, masked in and of a usable trajectory
+    policy: Tensor  # [T] with gradient, 0 where mask is False
+    usable: Tensor  # [n] bool
+    lengths: Tensor  # [n] fp64, 0 where not usable
+    ratios: LogRatios  # 0 where mask is False
+    reference: Tensor | None  # [T], anything where mask is False
+    entropy: Tensor | None  # [T] with gradient, anything where mask is False
+
+
+def prepare(inputs: LossInputs) -> LossBatch:
+    """Take out what is not usable. Raises ValueError where the configuration needs an input that is None."""
+    config, n = inputs.config, inputs.cu_seqlens.numel() - 1
+    if config.kl_coefficient > 0.0 and inputs.reference_logprobs is None:
+        raise ValueError("--vcpo-kl-coefficient above 0 needs reference_logprobs in the loss inputs.")
+    if config.entropy_coefficient != 0.0 and inputs.entropy is None:
+        raise ValueError("--vcpo-entropy-coefficient other than 0 needs entropy in the loss inputs.")
+    ids = segment_ids(inputs.cu_seqlens, inputs.mask.numel())
+    mask = inputs.mask.bool()
+    usable = usable_trajectories(
+        policy_logprobs=inputs.policy_logprobs,
+        behavior_logprobs=inputs.behavior_logprobs,
+        mask=mask,
+        cu_seqlens=inputs.cu_seqlens,
+        rewards=inputs.rewards,
+        config=config,
+        reference_logprobs=inputs.reference_logprobs,
+        entropy=inputs.entropy,
+    )
+    mask = mask & spread(usable, ids)  # also drops padding
+
+    # where on the way in, as in aggregate() on the way out: a NaN in between meets neither the value of the loss nor,
+    # through 0 * NaN, its gradient.
+    policy = torch.where(mask, inputs.policy_logprobs, 0.0)
+    return LossBatch(
+        ids=ids,
+        mask=mask,
+        policy=policy.float() if policy.dtype in (torch.float16, torch.bfloat16) else policy,
+        usable=usable,
+        lengths=segment_sum(mask.double(), ids, n),
+        ratios=log_ratios(inputs.policy_logprobs, inputs.behavior_logprobs, mask, inputs.cu_seqlens),
+        reference=inputs.reference_logprobs,
+        entropy=inputs.entropy,
+    )
