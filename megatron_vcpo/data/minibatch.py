@@ -1,12 +1,30 @@
-"""Minibatch: what one optimizer step trains on."""
+"""Minibatch: what one optimizer step trains on; Refusal: what it does not train on, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
 from megatron_vcpo.data.trajectory import Trajectory
+
+
+class RefusalReason(Enum):
+    """Why a trajectory is never trained on."""
+
+    UNFIT = "unfit"
+    """A part of it is missing or not finite."""
+    STALE = "stale"
+    """Its oldest sampled token is older than --rollout-max-lag allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One trajectory that was refused."""
+
+    reason: RefusalReason
+    sentence: str  # which trajectory, and what is wrong with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +33,7 @@ class Minibatch:
 
     trajectories: tuple[Trajectory, ...]
     lags: tuple[int, ...] = ()  # age of each trajectory, in optimizer steps; empty before it is taken
-    refused_stale: int = 0  # trajectories that were too old when it was taken, and are gone
+    refused: tuple[Refusal, ...] = ()  # trajectories that were too old when it was taken, and are gone
     retries: int = 0  # how often it was trained on before, without success
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vcpo.data.columns import pack_trajectories, unpack_trajectories
-from megatron_vcpo.data.minibatch import Minibatch
+from megatron_vcpo.data.minibatch import Minibatch, Refusal, RefusalReason
 from megatron_vcpo.data.trajectory import Trajectory
 
 
@@ -25,19 +25,15 @@ class TrajectoryBuffer:
     def __len__(self) -> int:
         return len(self._minibatches)
 
-    def add(self, minibatches: Sequence[Sequence[Trajectory]]) -> list[str]:
-        """Take planned minibatches, leaving out trajectories that cannot be trained on.
-
-        Returns:
-            One sentence for each trajectory that was refused: which, and why.
-        """
+    def add(self, minibatches: Sequence[Sequence[Trajectory]]) -> list[Refusal]:
+        """Take planned minibatches; trajectories that cannot be trained on are left out and returned."""
         refused = []
         for minibatch in minibatches:
             kept = []
             for trajectory in minibatch:
                 problem = defect(trajectory)
                 if problem:
-                    refused.append(f"{trajectory.name}: {problem}")
+                    refused.append(Refusal(reason=RefusalReason.UNFIT, sentence=f"{trajectory.name}: {problem}"))
                 else:
                     kept.append(trajectory)
             self._minibatches.append(Minibatch(trajectories=tuple(kept)))
@@ -51,17 +47,24 @@ class TrajectoryBuffer:
         """
         waiting = self._minibatches.popleft()
         lags = [max(0, version - t.oldest_version) for t in waiting.trajectories]
-        kept = [(t, lag) for t, lag in zip(waiting.trajectories, lags) if lag <= self.max_lag]
+        aged = list(zip(waiting.trajectories, lags))
+        kept = [(t, lag) for t, lag in aged if lag <= self.max_lag]
         return Minibatch(
             trajectories=tuple(t for t, _ in kept),
             lags=tuple(lag for _, lag in kept),
-            refused_stale=len(lags) - len(kept),
+            refused=tuple(self._stale(t, lag) for t, lag in aged if lag > self.max_lag),
             retries=waiting.retries,
+        )
+
+    def _stale(self, trajectory: Trajectory, lag: int) -> Refusal:
+        return Refusal(
+            reason=RefusalReason.STALE,
+            sentence=f"{trajectory.name}: its oldest token is {lag} steps old, and --rollout-max-lag is {self.max_lag}",
         )
 
     def put_back(self, minibatch: Minibatch) -> None:
         """Make a minibatch that was just taken the next one again."""
-        self._minibatches.appendleft(replace(minibatch, lags=(), refused_stale=0))
+        self._minibatches.appendleft(replace(minibatch, lags=(), refused=()))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything waiting, as flat arrays."""

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from megatron_vcpo.config import ConfigError, PluginConfig
-from megatron_vcpo.data.minibatch import Minibatch
+from megatron_vcpo.data.minibatch import Minibatch, Refusal
 from megatron_vcpo.data.saved_batch import Origin, batch_path, save_batch
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.flow import assembly
@@ -41,7 +41,7 @@ from megatron_vcpo.rollout.sampler import PromptSampler
 from megatron_vcpo.rollout.stopping import describe_stops
 from megatron_vcpo.runtime import phases
 
-_SHOWN_REFUSALS = 3  # sentences a phase
+_SHOWN_REFUSALS = 3  # sentences at a time
 
 
 class ColocatedLoop(Loop):
@@ -91,8 +91,7 @@ class ColocatedLoop(Loop):
             phase.minibatches = self._with_trainer_routes(phase.minibatches, trainer)
         refused = self.buffer.add(phase.minibatches)
         self.journal.count("refused_unfit", len(refused))
-        for sentence in refused[:_SHOWN_REFUSALS]:
-            self.journal.say(f"refused {sentence}")
+        self._tell(refused)
         self._write_out(phase.trajectories)
         if self.publisher.needs_proof(self.version):
             with self.journal.timer("sync"):
@@ -101,7 +100,8 @@ class ColocatedLoop(Loop):
     def take(self) -> Minibatch:
         """The trajectories of the coming step."""
         minibatch = self.buffer.take(self.version)
-        self.journal.count("refused_stale", minibatch.refused_stale)
+        self.journal.count("refused_stale", len(minibatch.refused))
+        self._tell(minibatch.refused)
         return minibatch
 
     def put_back(self, minibatch: Minibatch) -> None:
@@ -127,6 +127,10 @@ class ColocatedLoop(Loop):
                 device=self.device,
             )
         self.journal.add(result.metrics())
+
+    def _tell(self, refused: Sequence[Refusal]) -> None:
+        for refusal in refused[:_SHOWN_REFUSALS]:
+            self.journal.say(f"refused {refusal.sentence}")
 
     def _evaluation_is_due(self) -> bool:
         done, interval = self.args.curr_iteration + 1, self.config.rollout.eval_interval

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_vcpo.data.minibatch import Refusal, RefusalReason
 from megatron_vcpo.flow.buffer import TrajectoryBuffer
 from megatron_vcpo.flow.resume import as_arrays, as_tensors
 from tests.oracle.trajectories import assert_same, trajectories, trajectory
@@ -36,7 +37,7 @@ def test_a_trajectory_is_as_old_as_its_oldest_token():
     buffer.add([[trajectory(index=0, versions=versions(4, 3, 4)), trajectory(index=1, versions=versions(4, 4, 4))]])
     taken = buffer.take(version=5)
     assert taken.lags == (2, 1)
-    assert taken.refused_stale == 0
+    assert taken.refused == ()
 
 
 @pytest.mark.parametrize(("version", "kept"), [(0, 3), (2, 3), (3, 2), (4, 1)])
@@ -54,7 +55,7 @@ def test_what_is_older_than_the_bound_is_refused_and_counted(version, kept):
     )
     taken = buffer.take(version=version)
     assert len(taken.trajectories) == len(taken.lags) == kept
-    assert taken.refused_stale == 3 - kept
+    assert [refusal.reason for refusal in taken.refused] == [RefusalReason.STALE] * (3 - kept)
     assert all(lag <= 2 for lag in taken.lags)
     assert any(t is empty for t in taken.trajectories)  # it holds nothing stale
 
@@ -75,8 +76,26 @@ def test_what_is_older_than_the_bound_is_refused_and_counted(version, kept):
 def test_what_cannot_be_trained_on_is_refused_at_the_door_by_name(changes, said):
     buffer = TrajectoryBuffer(max_lag=0)
     refused = buffer.add([[trajectory(index=0), trajectory(index=1, group_id=7, **changes)]])
-    assert refused == [f"group 7 response 1: {said}"]
+    assert refused == [Refusal(reason=RefusalReason.UNFIT, sentence=f"group 7 response 1: {said}")]
     assert [t.index for t in buffer.take(version=0).trajectories] == [0]
+
+
+def test_a_trajectory_is_as_old_as_its_oldest_token_that_the_policy_sampled():
+    buffer = TrajectoryBuffer(max_lag=0)
+    mask = np.array([True, False, True])
+    buffer.add(
+        [
+            [
+                trajectory(index=0, versions=versions(4, 0, 4), response_mask=mask),  # the old one is a tool's
+                trajectory(index=1, versions=versions(4, 4, 3), response_mask=mask),
+            ]
+        ]
+    )
+    taken = buffer.take(version=4)
+    assert [t.index for t in taken.trajectories] == [0]
+    assert [refusal.sentence for refusal in taken.refused] == [
+        "group 0 response 1: its oldest token is 1 steps old, and --rollout-max-lag is 0"
+    ]
 
 
 def test_tokens_the_policy_did_not_sample_need_no_logprob():
@@ -95,7 +114,7 @@ def test_saved_state_restores_every_minibatch_exactly(minibatches):
     assert len(restored) == len(buffer)
     while len(buffer):
         ours, theirs = buffer.take(version=10), restored.take(version=10)
-        assert (ours.lags, ours.refused_stale) == (theirs.lags, theirs.refused_stale)
+        assert (ours.lags, ours.refused) == (theirs.lags, theirs.refused)
         for first, second in zip(ours.trajectories, theirs.trajectories, strict=True):
             assert_same(first, second)
 
@@ -106,7 +125,7 @@ def test_nothing_is_lost_uncounted_and_nothing_too_old_gets_through(minibatches,
     refused = len(buffer.add(minibatches))
     taken = [buffer.take(version) for _ in range(len(buffer))]
     kept = [t for minibatch in taken for t in minibatch.trajectories]
-    assert len(kept) + refused + sum(m.refused_stale for m in taken) == sum(map(len, minibatches))
+    assert len(kept) + refused + sum(len(m.refused) for m in taken) == sum(map(len, minibatches))
     sampled = [t.versions[t.response_mask] for t in kept]
     assert all(version - int(versions.min()) <= max_lag for versions in sampled if len(versions))
 
@@ -121,7 +140,7 @@ def test_what_was_put_back_comes_next_and_is_as_old_as_before_also_after_a_resum
     for same in (buffer, restored):
         assert len(same) == 2
         again = same.take(version=3)
-        assert (again.retries, again.lags, again.refused_stale) == (1, (2,), 0)
+        assert (again.retries, again.lags, again.refused) == (1, (2,), ())
         assert_same(first.trajectories[0], again.trajectories[0])
         following = same.take(version=0)
         assert (following.retries, [t.group_id for t in following.trajectories]) == (0, [1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -204,6 +206,19 @@ def test_evaluation_counts_what_it_leaves_out():
     nothing = evaluation(FakeEngine(), long=frozenset(range(6)))
     assert (nothing.responses, nothing.rejected) == (0, 6)
     assert np.isnan(nothing.reward)
+
+
+class Moving(FakeEngine):
+    """Its weights change amid each response."""
+
+    def _respond(self, request, sampling):
+        result = super()._respond(request, sampling)
+        return replace(result, versions=np.arange(len(result.response_ids), dtype=np.int32))
+
+
+def test_every_token_keeps_the_version_that_its_engine_gave_it():
+    for t in collect(collector(engine=Moving(version=50)), 1).trajectories:
+        assert t.versions.tolist() == list(range(len(t.response_ids)))
 
 
 def test_tags_that_are_special_tokens_reach_the_judge():
