@@ -18,7 +18,7 @@ from megatron_vcpo.config import RolloutConfig, SyncConfig, VCPOConfig
 from megatron_vcpo.environments import make_environment
 from megatron_vcpo.flow.journal import _RENAMED
 from megatron_vcpo.flow.loop import _COUNTED
-from megatron_vcpo.objective import LossInputs, load_loss, vcpo_loss
+from megatron_vcpo.objective import AdvantageInputs, LossInputs, load_advantages, load_loss, vcpo_loss
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -133,6 +133,18 @@ def test_the_loss_with_baselines_does_not_depend_on_where_a_group_is_cut(written
     assert float(parts[0].loss + parts[1].loss) == pytest.approx(float(whole.loss))
     with pytest.raises(AssertionError, match="use --vcpo-baseline mean"):
         loss(loss_inputs(policy))
+
+
+def test_the_advantages_of_the_documentation_are_ranks_within_a_group(written: Path) -> None:
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 9.0]).double(),
+        group_ids=torch.tensor([4, 4, 4, -1, -1, 8]),
+        lengths=torch.ones(6, dtype=torch.int64),
+        config=VCPOConfig(),
+    )
+    function = load_advantages("my_ranks:by_rank")
+    assert function is not None
+    assert function(inputs).tolist() == [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_every_metric_is_explained() -> None:

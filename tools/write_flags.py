@@ -34,6 +34,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "vcpo_baseline_scope",
         "vcpo_energy",
         "vcpo_energy_method",
+        "vcpo_advantages",
         "vcpo_reward_normalization",
     ),
     "Penalties": ("vcpo_kl_coefficient", "vcpo_kl_estimator", "vcpo_entropy_coefficient"),

@@ -85,6 +85,10 @@ class VCPOConfig:
     """How exact energies become a gradient: a measuring backward before the step's own; one backward whose rows are
     kept until baselines are known; or one with a second gradient buffer (for --vcpo-baseline-scope minibatch)."""
 
+    advantages: str | None = None
+    """Import path 'module:function' of advantages of your own, AdvantageInputs -> [N], in place of (reward - baseline)
+    and its normalization, which are then to be none (docs/extending.md). Default: none."""
+
     reward_normalization: Literal["none", "group-std", "minibatch-std"] = "group-std"
     """Divide (reward - baseline) by the standard deviation (population) of the rewards of the group or minibatch."""
 
@@ -156,6 +160,11 @@ class VCPOConfig:
                 0.0 < reference <= 1.0,
                 f"--vcpo-ess-reference must be a number in (0, 1] or 'auto', not {self.ess_reference!r}.",
             )
+        require(
+            self.advantages is None or (self.baseline, self.reward_normalization) == ("none", "none"),
+            "--vcpo-advantages takes the place of baseline and normalization: add --vcpo-baseline none and "
+            "--vcpo-reward-normalization none, or drop it.",
+        )
         require(0.0 <= self.ess_floor <= 1.0, f"--vcpo-ess-floor must lie in [0, 1], not {self.ess_floor}.")
         require(
             self.phase_deadline is None or self.phase_deadline == 0.0 or 1.0 <= self.phase_deadline <= WEEK,

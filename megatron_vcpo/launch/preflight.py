@@ -29,7 +29,7 @@ from megatron_vcpo.launch.megatron_flags import reason
 from megatron_vcpo.models.description import ModelFacts, describe_hf, describe_megatron
 from megatron_vcpo.models.description.hf import check_engine_reads
 from megatron_vcpo.models.errors import CheckpointError
-from megatron_vcpo.objective import load_loss
+from megatron_vcpo.objective import load_advantages, load_loss
 from megatron_vcpo.patches import checkpoint_unpickling, megatron_cpu
 from megatron_vcpo.patches.checkpoint_unpickling import UnreadableCheckpoint
 from megatron_vcpo.rollout.decode import ResponseDecoder
@@ -48,6 +48,7 @@ def check(args: argparse.Namespace, config: PluginConfig) -> Inputs:
         ConfigError: one sentence about the first thing that is wrong.
     """
     load_loss(config.vcpo.loss)
+    load_advantages(config.vcpo.advantages)
     _check_load(args, sizes=config.vcpo.verify_checkpoint == "on")
     environment, evaluation = _environments(config)
     tokenizer = _tokenizer(str(config.rollout.tokenizer))

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.packing import MicroBatch, PackingPlan, RowAlignment, build_micro_batch, plan_micro_batches
-from megatron_vcpo.objective import advantage_scales
+from megatron_vcpo.objective import AdvantageInputs, Advantages, advantage_scales, checked_advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,7 @@ class PackedMinibatch:
     rewards: Tensor  # [N] fp32
     group_ids: Tensor  # [N] int64
     advantage_scales: Tensor  # [N] fp32
+    advantages: Tensor | None  # [N] fp64, of --vcpo-advantages
     num_response_tokens: int  # sampled tokens, over all ranks
     rank_rows: tuple[int, ...]  # rows of each data-parallel rank's micro-batches, padding included
     baselines: Tensor | None = None  # [N], set by a scoring pass
@@ -67,16 +68,21 @@ def needs_scoring_pass(config: VCPOConfig, plan: PackingPlan) -> bool:
 
 
 def pack_minibatch(
-    trajectories: Sequence[Trajectory], config: VCPOConfig, packing: PackingSettings, device: torch.device
+    trajectories: Sequence[Trajectory],
+    config: VCPOConfig,
+    packing: PackingSettings,
+    device: torch.device,
+    advantages: Advantages | None = None,
 ) -> PackedMinibatch:
     """Plan and build this rank's micro-batches; every rank calls it with the same trajectories.
 
     Raises:
         PackingError: a trajectory does not fit, with its name.
+        ConfigError: the function of --vcpo-advantages returned something else than advantages.
     """
-    lengths, alignment = [t.num_tokens for t in trajectories], packing.alignment
+    sizes, alignment = [t.num_tokens for t in trajectories], packing.alignment
     plan = plan_micro_batches(
-        [alignment.sequence_rows(length) for length in lengths],
+        [alignment.sequence_rows(size) for size in sizes],
         [t.group_id for t in trajectories],
         budget=alignment.sequence_rows(packing.budget),
         dp_size=packing.dp_size,
@@ -85,13 +91,19 @@ def pack_minibatch(
     )
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32, device=device)
     group_ids = torch.tensor([t.group_id for t in trajectories], dtype=torch.int64, device=device)
-    rows = [[alignment.rows([lengths[i] for i in bin_]) for bin_ in rank] for rank in plan.bins]
+    rows = [[alignment.rows([sizes[i] for i in bin_]) for bin_ in rank] for rank in plan.bins]
     if alignment.equal_rows:
         rows = [[max(map(max, rows))] * plan.num_micro_batches] * packing.dp_size
     micro_batches = [
         build_micro_batch(trajectories, bin_, alignment=alignment, rows=total, device=device)
         for bin_, total in zip(plan.bins[packing.dp_rank], rows[packing.dp_rank])
     ]
+    lengths = [int(np.count_nonzero(t.response_mask)) for t in trajectories]
+    own: Tensor | None = None
+    if advantages is not None:
+        counts = torch.tensor(lengths, dtype=torch.int64, device=device)
+        inputs = AdvantageInputs(rewards=rewards.double(), group_ids=group_ids, lengths=counts, config=config)
+        own = checked_advantages(advantages, inputs)
     return PackedMinibatch(
         trajectories=tuple(trajectories),
         plan=plan,
@@ -99,6 +111,7 @@ def pack_minibatch(
         rewards=rewards,
         group_ids=group_ids,
         advantage_scales=advantage_scales(rewards, group_ids, config.reward_normalization).float(),
-        num_response_tokens=int(sum(np.count_nonzero(t.response_mask) for t in trajectories)),
+        advantages=own,
+        num_response_tokens=sum(lengths),
         rank_rows=tuple(map(sum, rows)),
     )

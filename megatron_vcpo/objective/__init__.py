@@ -8,6 +8,8 @@ ess           effective sample size and the learning-rate multiplier it gives
 corrections   one function per importance correction, and their table
 energy        energies that weight the optimal baseline
 baseline      optimal and mean baselines, reward scales
+advantages    those of a user's own
+import_path   functions that a flag names
 trajectories  what the gradient takes of each trajectory: normalizers, energies, baselines
 kl            estimates of the divergence from a reference
 batch         a micro-batch with everything unusable taken out
@@ -15,6 +17,7 @@ loss          vcpo_loss
 metrics       what it measures beside its value
 """
 
+from megatron_vcpo.objective.advantages import AdvantageInputs, Advantages, checked_advantages, load_advantages
 from megatron_vcpo.objective.baseline import (
     BaselineResult,
     advantage_scales,
@@ -59,6 +62,8 @@ from megatron_vcpo.objective.usable import finite_trajectories, usable_trajector
 
 __all__ = [
     "CORRECTIONS",
+    "AdvantageInputs",
+    "Advantages",
     "AppliedWeights",
     "BaselineResult",
     "Correction",
@@ -68,6 +73,7 @@ __all__ = [
     "LossOutputs",
     "advantage_scales",
     "applied_weights",
+    "checked_advantages",
     "clip_surrogate",
     "combine_ess_statistics",
     "dense_ids",
@@ -80,6 +86,7 @@ __all__ = [
     "learning_rate_multiplier",
     "length_energy",
     "length_normalizers",
+    "load_advantages",
     "load_loss",
     "log_bounds",
     "log_energies",

@@ -4,9 +4,9 @@ The minibatch loss is, over N trajectories i with response tokens t,
 
     -(1/N) sum_i k_i sum_t [ S(p_it, A_i) - kl_coefficient * KL_it + entropy_coefficient * H_it ]
 
-with A_i = (R_i - b_i) * scale_i, k_i by the aggregation, and S = a * A_i * p_it for weight corrections (the gradient is
-then the estimator of arXiv 2602.17616) or the clipped ratio times A_i for the others. KL and entropy stand beside the
-advantage, never multiplied by it.
+with A_i = (R_i - b_i) * scale_i (or what --vcpo-advantages gives), k_i by the aggregation, and S = a * A_i * p_it for
+weight corrections (the gradient is then the estimator of arXiv 2602.17616) or the clipped ratio times A_i for the
+others. KL and entropy stand beside the advantage, never multiplied by it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def vcpo_loss(inputs: LossInputs) -> LossOutputs:
     weights = applied_weights(batch.ratios, config)
     dropped = vetoed(batch.ratios, batch.ids, config)
     baselines = _baselines(inputs, batch, weights)
-    advantages = (inputs.rewards.detach().double() - baselines.values) * inputs.advantage_scales.detach().double()
+    if inputs.advantages is not None:
+        advantages = inputs.advantages.detach().double()
+    else:
+        advantages = (inputs.rewards.detach().double() - baselines.values) * inputs.advantage_scales.detach().double()
     normalizers = length_normalizers(
         batch.lengths,
         config,

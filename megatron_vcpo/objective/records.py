@@ -5,13 +5,13 @@ A loss is any function LossInputs -> LossOutputs; `load_loss` finds one by its i
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_vcpo.config import ConfigError, VCPOConfig
+from megatron_vcpo.config import VCPOConfig
+from megatron_vcpo.objective.import_path import load_function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,7 @@ class LossInputs:
     config: VCPOConfig
     token_energies: Tensor | None = None  # [T] ||onehot - softmax||^2, no gradient; needed for opob with logit energy
     baselines: Tensor | None = None  # [n]; None: each scope lies wholly in this micro-batch and is computed here
+    advantages: Tensor | None = None  # [n] those of --vcpo-advantages, in place of (reward - baseline) * scale
     reference_logprobs: Tensor | None = None  # [T]; needed where kl_coefficient > 0
     entropy: Tensor | None = None  # [T] with gradient, nats; needed where entropy_coefficient > 0
 
@@ -65,20 +66,5 @@ Loss = Callable[[LossInputs], LossOutputs]
 
 
 def load_loss(path: str) -> Loss:
-    """The function at import path 'module:function'.
-
-    Raises:
-        ConfigError: one sentence, when the path is malformed, the module cannot be imported, or it holds no such
-            callable.
-    """
-    module_name, separator, name = path.partition(":")
-    if not (separator and module_name and name):
-        raise ConfigError(f"--vcpo-loss must be an import path 'module:function', not {path!r}.")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"--vcpo-loss {path!r}: cannot import {module_name!r} ({error}).") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"--vcpo-loss {path!r}: the module {module_name!r} has no function {name!r}.")
-    return function
+    """The loss that --vcpo-loss names. Raises ConfigError where there is none."""
+    return load_function(path, "--vcpo-loss")

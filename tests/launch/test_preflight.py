@@ -147,9 +147,15 @@ def test_an_evaluation_without_tasks_is_refused_before_the_start(command_line: C
         ("megatron_vcpo.objective:no_loss", "has no function 'no_loss'"),
     ],
 )
-def test_a_loss_that_cannot_be_found_is_refused(command_line: CommandLine, path: str, fragment: str) -> None:
+def test_a_loss_or_advantages_that_cannot_be_found_are_refused(
+    command_line: CommandLine, path: str, fragment: str
+) -> None:
     sentence = command_line.refusal("--vcpo-loss", path)
     assert "--vcpo-loss" in sentence
+    assert fragment in sentence
+    none = ("--vcpo-baseline", "none", "--vcpo-reward-normalization", "none")
+    sentence = command_line.refusal("--vcpo-advantages", path, *none)
+    assert "--vcpo-advantages" in sentence
     assert fragment in sentence
 
 

@@ -304,3 +304,29 @@ def test_vetoes_and_fallbacks_are_shares_of_all_trajectories_however_the_minibat
         counts = {name: 12 * metrics[name] for name in ("vetoed", "baseline_fallbacks", "nonfinite_trajectories")}
         # The one that is alone in its group has no others to take a baseline from.
         assert counts == pytest.approx({"vetoed": 1, "baseline_fallbacks": 1, "nonfinite_trajectories": 7}), budget
+
+
+def centred(inputs):
+    """Group means subtracted, divided by the population standard deviation, as group-std does."""
+    values = torch.zeros_like(inputs.rewards)
+    for group in inputs.group_ids.unique():
+        mine = inputs.group_ids == group
+        std = inputs.rewards[mine].std(unbiased=False)
+        values[mine] = (inputs.rewards[mine] - inputs.rewards[mine].mean()) / (std if std > 0 else 1.0)
+    return values
+
+
+@pytest.mark.parametrize("budget", [SEQUENCE * 4, 24], ids=["one", "groups-split"])
+def test_advantages_of_ones_own_give_the_same_step_however_groups_are_packed(groups, budget):
+    found = []
+    for changes in (
+        {"baseline": "mean"},
+        {"baseline": "none", "reward_normalization": "none", "advantages": "tests.mcore.test_policy_step:centred"},
+    ):
+        tiny = build_tiny_gpt(groups)
+        vcpo = register(tiny, VCPOConfig(tokens_per_micro_batch=budget, **changes))
+        found.append(run_step(tiny, vcpo, make_trajectories()))
+    (metrics, gradient), (own_metrics, own_gradient) = found
+    torch.testing.assert_close(own_gradient, gradient, rtol=1e-4, atol=1e-7)
+    assert own_metrics["advantage_abs"] == pytest.approx(metrics["advantage_abs"], rel=1e-6)
+    assert own_metrics["rho"] == metrics["rho"]

@@ -41,6 +41,7 @@ from megatron_vcpo.objective import (
     LossInputs,
     LossOutputs,
     finite_trajectories,
+    load_advantages,
     load_loss,
     trajectory_baselines,
 )
@@ -86,6 +87,7 @@ class PolicyStep:
         self.scheduler = scheduler
         self.device = device
         self.loss = load_loss(config.loss)
+        self.advantages = load_advantages(config.advantages)
         self.reference: ReferencePolicy | None = None
         self.replay: RouterReplay | None = None
         self.energies: TwoPass | None = None  # with --vcpo-energy exact
@@ -144,7 +146,7 @@ class PolicyStep:
         """Build the minibatch and score it, again where a pass shows that a trajectory cannot be trained on."""
         while True:
             trajectories = [] if self.skip_reason else self._exclusions.kept
-            batch = self.minibatch = pack_minibatch(trajectories, self.config, self.settings.packing, self.device)
+            batch = self.minibatch = self._pack(trajectories)
             self._scored_fallbacks = 0.0
             self._measuring_overflowed = False
             if self.config.kl_coefficient > 0.0:
@@ -193,6 +195,9 @@ class PolicyStep:
     def data_iterator(self) -> Iterator[MicroBatch]:
         """A fresh iterator over this rank's micro-batches (one for each model chunk under interleaving)."""
         return iter(list(self._current().micro_batches))
+
+    def _pack(self, trajectories: Sequence[Trajectory]) -> PackedMinibatch:
+        return pack_minibatch(trajectories, self.config, self.settings.packing, self.device, self.advantages)
 
     def _current(self) -> PackedMinibatch:
         if self.minibatch is None:
@@ -246,7 +251,7 @@ class PolicyStep:
         Returns:
             Index in `trajectories` -> [L], for those of this data-parallel rank; empty off the last pipeline stage.
         """
-        self.minibatch = pack_minibatch(trajectories, self.config, self.settings.packing, self.device)
+        self.minibatch = self._pack(trajectories)
         found: dict[int, Float32Array] = {}
         for micro, stats in zip(self.minibatch.micro_batches, self.score(model, forward_backward)):
             values = stats["logprobs"].float().cpu().numpy()
@@ -344,6 +349,7 @@ class PolicyStep:
                 rewards=batch.rewards[index],
                 group_ids=batch.group_ids[index],
                 advantage_scales=batch.advantage_scales[index],
+                advantages=None if batch.advantages is None else batch.advantages[index],
                 num_trajectories=float(batch.num_trajectories),
                 num_tokens=float(max(batch.num_response_tokens, 1)),
                 max_response_length=self.settings.max_response_length,

@@ -1,0 +1,60 @@
+"""Advantages of a user's own, in place of (reward - baseline) * scale.
+
+They are computed once for each minibatch, alike on every rank, before any forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_vcpo.config import ConfigError, VCPOConfig
+from megatron_vcpo.objective.import_path import load_function
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageInputs:
+    """A whole minibatch of N trajectories, of all data-parallel ranks, in one order everywhere.
+
+    Example:
+        >>> AdvantageInputs(rewards=torch.tensor([1.0, 0.0]).double(), group_ids=torch.tensor([7, 7]),
+        ...                 lengths=torch.tensor([3, 5]), config=VCPOConfig())
+    """
+
+    rewards: Tensor  # [N] fp64, all finite
+    group_ids: Tensor  # [N] int64, any values
+    lengths: Tensor  # [N] int64 sampled tokens
+    config: VCPOConfig
+
+
+Advantages = Callable[[AdvantageInputs], Tensor]
+"""Returns [N], finite; the same on every rank."""
+
+
+def load_advantages(path: str | None) -> Advantages | None:
+    """The function that --vcpo-advantages names. Raises ConfigError where there is none."""
+    return None if path is None else load_function(path, "--vcpo-advantages")
+
+
+def checked_advantages(function: Advantages, inputs: AdvantageInputs) -> Tensor:
+    """The advantages of a minibatch: [N] fp64.
+
+    Raises:
+        ConfigError: the function returned anything but one finite number for each trajectory.
+    """
+    values = function(inputs)
+    flag = f"--vcpo-advantages {inputs.config.advantages}"
+    if not isinstance(values, Tensor) or values.shape != inputs.rewards.shape:
+        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ConfigError(f"{flag} must return a tensor of shape {tuple(inputs.rewards.shape)}, not {found}.")
+    values = values.detach().double()
+    if not bool(torch.isfinite(values).all()):
+        place = int((~torch.isfinite(values)).nonzero()[0])
+        raise ConfigError(
+            f"{flag} returned {float(values[place])} for trajectory {place} of {len(values)}, whose reward is "
+            f"{float(inputs.rewards[place])}: an advantage must be finite."
+        )
+    return values
