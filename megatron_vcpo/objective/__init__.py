@@ -1,20 +1,20 @@
 """The VCPO objective: pure torch on tensors, no process groups, no engine.
 
-records       LossInputs, LossOutputs, load_loss: the interface, also of a user's own loss
+records       LossInputs, LossOutputs, load_loss: the interface of the built-in loss and of a user's own
 segments      sums over packed trajectories and over groups
 usable        which trajectories can be trained on
 importance    sequence log-weights
-ess           effective sample size and the learning-rate multiplier it gives
+ess           effective sample size, and the learning-rate multiplier derived from it
 corrections   one function per importance correction, and their table
-energy        energies that weight the optimal baseline
+energy        squared gradient norms, the weights of the optimal baseline
 baseline      optimal and mean baselines, reward scales
-advantages    those of a user's own
+advantages    those of a user's own, in place of reward less baseline
 import_path   functions that a flag names
-trajectories  what the gradient takes of each trajectory: normalizers, energies, baselines
+trajectories  the factors of each trajectory in the gradient: normalizers, energies, baselines
 kl            estimates of the divergence from a reference
-batch         a micro-batch with everything unusable taken out
+batch         a micro-batch with everything unusable masked out
 loss          vcpo_loss
-metrics       what it measures beside its value
+metrics       what vcpo_loss measures besides its value
 """
 
 from megatron_vcpo.objective.advantages import AdvantageInputs, Advantages, checked_advantages, load_advantages

@@ -25,10 +25,10 @@ dividing by it would turn noise into a full-size advantage."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselineResult:
-    """Baselines, and where they are not what was asked for."""
+    """Baselines, and where the plain mean replaces an optimal one."""
 
     values: Tensor  # [N] fp64
-    fallback: Tensor  # [N] bool, True where no usable energy existed and the plain mean stands in
+    fallback: Tensor  # [N] bool, True where no energy was usable, so that the value is the plain mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ def _mean_excess(groups: _Groups, leave_one_out: bool) -> Tensor:
     count, total = groups.total(groups.usable.double()), groups.total(groups.excess)
     if leave_one_out:
         count, total = count - groups.usable.double(), total - groups.excess
-    # Where nobody is left to compare with, the own reward (excess 0) is the baseline.
+    # Where no other trajectory is left to compare with, the baseline is the trajectory's own reward (excess 0).
     return torch.where(count > 0, total / count, 0.0)
 
 
@@ -75,8 +75,8 @@ def mean_baseline(rewards: Tensor, group_ids: Tensor, *, leave_one_out: bool = F
     Args:
         rewards: [N].
         group_ids: [N] int64.
-        leave_one_out: leave trajectory i out of its own baseline; one without others gets its own reward, so that it
-            contributes nothing.
+        leave_one_out: leave trajectory i out of its own baseline; a trajectory alone in its group gets its own reward,
+            so that it contributes nothing.
 
     Returns:
         [N] fp64.
@@ -98,17 +98,17 @@ def _weighted_excess(groups: _Groups, log_energies: Tensor) -> tuple[Tensor, Ten
 def optimal_baseline_with_fallbacks(
     rewards: Tensor, log_energies: Tensor, group_ids: Tensor, *, leave_one_out: bool = False
 ) -> BaselineResult:
-    """`optimal_baseline`, and which of its values are plain means because no energy was usable."""
+    """`optimal_baseline`, and a flag for every value that is a plain mean because no energy was usable."""
     groups = _groups(rewards, group_ids)
     if log_energies.shape != rewards.shape:
         raise ValueError(f"log_energies {tuple(log_energies.shape)} and rewards {tuple(rewards.shape)} differ.")
     log_e = log_energies.detach().double()
-    # NaN and +inf cannot be used, -inf is an energy of zero: none of them has weight.
+    # NaN and +inf cannot be used, and -inf is an energy of zero: none of them gets weight.
     log_e = torch.where(groups.usable & (log_e < torch.inf), log_e, -torch.inf)
     numerator, denominator, energies = _weighted_excess(groups, log_e)
     if leave_one_out:
-        # Subtracting e_i from the sum is exact enough while the group's largest energy stays in. For the largest
-        # itself it would cancel everything, so its others are summed afresh, relative to their own largest.
+        # Subtracting e_i from the sum is exact enough while the group's largest energy stays in. For the largest itself
+        # the subtraction would cancel everything, so the others are summed anew, relative to the largest of them.
         order = torch.arange(log_e.numel(), device=log_e.device, dtype=torch.float64)
         holders = torch.where(log_e == groups.peak(log_e), order, -torch.inf)
         largest = order == groups.peak(holders)
@@ -129,12 +129,12 @@ def optimal_baseline(
         rewards: [N].
         log_energies: [N] log e_i; -inf is an energy of zero, NaN and +inf are unusable and get no weight.
         group_ids: [N] int64.
-        leave_one_out: leave trajectory i out of its own baseline (unbiased); one without others gets its own reward,
-            so that it contributes nothing.
+        leave_one_out: leave trajectory i out of its own baseline (unbiased); a trajectory alone in its group gets its
+            own reward, so that it contributes nothing.
 
     Returns:
         [N] fp64. Unchanged when a constant is added to all log energies of a group; exactly the rewards in a group of
-        equal ones; the plain mean (with leave_one_out: of the others) where no energy is usable.
+        equal rewards; the plain mean (with leave_one_out: of the others) where no energy is usable.
 
     Raises:
         ValueError: shapes that do not fit together.
@@ -145,12 +145,13 @@ def optimal_baseline(
 
 
 def advantage_scales(rewards: Tensor, group_ids: Tensor, mode: Literal["none", "group-std", "minibatch-std"]) -> Tensor:
-    """Factor of (reward - baseline): 1 / population standard deviation of the rewards.
+    """The factor of (reward - baseline): 1 / population standard deviation of the rewards.
 
     Args:
         rewards: [N] of the whole minibatch.
         group_ids: [N] int64.
-        mode: 'none' gives 1; 'group-std' and 'minibatch-std' name the trajectories of the standard deviation.
+        mode: 'none' gives 1; 'group-std' and 'minibatch-std' take the standard deviation over the group or the
+            minibatch.
 
     Returns:
         [N] fp64; 0 where the rewards do not vary (a standard deviation under 1e-6 of the largest |reward|).

@@ -1,4 +1,4 @@
-"""LossBatch: a micro-batch with everything unusable taken out."""
+"""LossBatch: a micro-batch with everything unusable masked out."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megatron_vcpo.objective.usable import usable_trajectories
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossBatch:
-    """The micro-batch with everything unusable taken out."""
+    """A micro-batch with everything unusable masked out."""
 
-    ids: Tensor  # [T] trajectory of a position, n for none
-    mask: Tensor  # [T] bool, masked in and of a usable trajectory
+    ids: Tensor  # [T] trajectory that owns each position, n where none does
+    mask: Tensor  # [T] bool, True on masked-in tokens of usable trajectories
     policy: Tensor  # [T] with gradient, 0 where mask is False
     usable: Tensor  # [n] bool
     lengths: Tensor  # [n] fp64, 0 where not usable
     ratios: LogRatios  # 0 where mask is False
-    reference: Tensor | None  # [T], anything where mask is False
-    entropy: Tensor | None  # [T] with gradient, anything where mask is False
+    reference: Tensor | None  # [T], arbitrary where mask is False
+    entropy: Tensor | None  # [T] with gradient, arbitrary where mask is False
 
 
 def prepare(inputs: LossInputs) -> LossBatch:
-    """Take out what is not usable. Raises ValueError where the configuration needs an input that is None."""
+    """Mask out what is not usable. Raises ValueError if an input that the configuration needs is None."""
     config, n = inputs.config, inputs.cu_seqlens.numel() - 1
     if config.kl_coefficient > 0.0 and inputs.reference_logprobs is None:
         raise ValueError("--vcpo-kl-coefficient above 0 needs reference_logprobs in the loss inputs.")
@@ -48,8 +48,8 @@ def prepare(inputs: LossInputs) -> LossBatch:
     )
     mask = mask & spread(usable, ids)  # also drops padding
 
-    # where on the way in, as in aggregate() on the way out: a NaN in between meets neither the value of the loss nor,
-    # through 0 * NaN, its gradient.
+    # torch.where here on the input, and in aggregate() on the output, keeps a masked-out NaN out of the loss and (0 *
+    # NaN) out of its gradient.
     policy = torch.where(mask, inputs.policy_logprobs, 0.0)
     return LossBatch(
         ids=ids,

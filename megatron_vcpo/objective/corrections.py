@@ -1,7 +1,7 @@
 """Importance corrections: what weight each one applies to which log-prob (formulas and sources: docs/corrections.md).
 
 Each correction is one function from log-ratios to applied log-weights, all in log space: a bound is put on the
-logarithm before exp is taken, so nothing overflows. `CORRECTIONS` is the table of them.
+logarithm before exp is taken, so nothing overflows. `CORRECTIONS` is their table.
 
 Two surrogates use the weights: 'weight' is A * a * log p with a constant a; 'clip' is min(r A, clip(r) A), whose
 gradient flows through the ratio r.
@@ -22,7 +22,7 @@ from megatron_vcpo.objective.importance import masked_log_ratio
 from megatron_vcpo.objective.segments import segment_ids, segment_sum
 
 MAX_LOG_WEIGHT = 20.0
-"""No weight or ratio exceeds exp(20), whatever the bounds say: a larger one is an accident of numerics."""
+"""No weight or ratio exceeds exp(20), whatever the bounds say: a larger one is a numerical accident."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class AppliedWeights:
 class Correction:
     """One row of the table."""
 
-    level: Literal["token", "sequence"]  # what `apply` gives a weight to
+    level: Literal["token", "sequence"]  # whether `apply` weights tokens or whole sequences
     surrogate: Literal["weight", "clip"]
     bounds: Literal["ratio", "distance"]  # the settings bound the ratio itself, or its distance from 1
     lower: float  # default of --vcpo-correction-lower
@@ -69,7 +69,7 @@ def _clip(log_ratio: Tensor, lower: float, upper: float) -> AppliedWeights:
 
 
 def no_correction(ratios: LogRatios, lower: float, upper: float) -> AppliedWeights:
-    """a_i = 1: the gradient of the behaviour's samples as if they were the policy's."""
+    """a_i = 1: the behaviour's samples are treated as the policy's own."""
     return AppliedWeights(
         log_weights=torch.zeros_like(ratios.sequence), altered=torch.zeros_like(ratios.sequence, dtype=torch.bool)
     )
@@ -106,7 +106,7 @@ def icepop(ratios: LogRatios, lower: float, upper: float) -> AppliedWeights:
 
 
 def cispo(ratios: LogRatios, lower: float, upper: float) -> AppliedWeights:
-    """a_it = clip(r_it, 1 - low, 1 + high), constant: clipped tokens keep their gradient."""
+    """a_it = clip(r_it, 1 - low, 1 + high), taken as a constant, so that clipped tokens keep their gradient."""
     return _clip(ratios.token, lower, upper)
 
 
@@ -189,13 +189,13 @@ def sequence_log_applied(log_weights: Tensor, lengths: Tensor, config: VCPOConfi
 
 
 def vetoed(ratios: LogRatios, ids: Tensor, config: VCPOConfig) -> Tensor:
-    """[n] bool: the trajectory holds a token whose ratio is below config.veto_ratio; all False where that is 0."""
+    """[n] bool: the trajectory has a token whose ratio is below config.veto_ratio; all False if that is 0."""
     below = ratios.token < _log(config.veto_ratio)
     return segment_sum(below.double(), ids, ratios.sequence.numel()) > 0.0
 
 
 def ess_log_weights(log_weights: Tensor, config: VCPOConfig) -> Tensor:
-    """Log-weights [N] that rho is computed from: raw, or capped at the correction's upper bound. fp64.
+    """Log-weights [N] fp64 from which rho is computed: raw, or capped at the correction's upper bound.
 
     Raises:
         ConfigError: 'capped' with a correction that has no upper bound of its own.
@@ -205,14 +205,15 @@ def ess_log_weights(log_weights: Tensor, config: VCPOConfig) -> Tensor:
         return lam
     if config.correction == "none" and config.correction_upper is None:
         raise ConfigError("--vcpo-ess-weights capped with --vcpo-correction none needs --vcpo-correction-upper.")
-    # Only finite ones: capping +inf would make it look like an ordinary large weight.
+    # Only finite values are capped: capping +inf would make it look like an ordinary large weight.
     return torch.where(torch.isfinite(lam), lam.clamp(max=log_bounds(config)[1]), lam)
 
 
 def clip_surrogate(
     policy_logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, lower: float, upper: float
 ) -> Tensor:
-    """min(r A, clip(r) A) for each token, with the gradient of r where the minimum takes r, none where it is clipped.
+    """min(r A, clip(r) A) for each token, with the gradient of r A where the minimum is r A, and none where it is
+    clipped.
 
     Args:
         policy_logprobs: [T] with gradient.
@@ -222,7 +223,7 @@ def clip_surrogate(
         upper: log of the upper bound of r.
 
     Returns:
-        [T]. A ratio above exp(MAX_LOG_WEIGHT) counts as that, and has no gradient.
+        [T]. A ratio above exp(MAX_LOG_WEIGHT) counts as exp(MAX_LOG_WEIGHT) and has no gradient.
 
     Source: arXiv 1707.06347 (PPO), 2503.14476 (two bounds), 2507.18071 (GSPO's token form: s_i * p / stopgrad(p)).
     """

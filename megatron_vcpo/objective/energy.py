@@ -1,4 +1,4 @@
-"""Energies: how strongly the reward of a trajectory pulls at the gradient, the weights of the optimal baseline.
+"""Energies: how strongly a trajectory's reward pulls on the gradient. The optimal baseline weights rewards by them.
 
 The energy of trajectory i is the squared norm of what multiplies (R_i - b_i) in the gradient:
 e_i = a_i^2 k_i^2 E_i, with a_i the applied importance weight, k_i the length normalizer and E_i a proxy of
@@ -37,8 +37,8 @@ def logit_energy(logits: Tensor, targets: Tensor, mask: Tensor, cu_seqlens: Tens
     """E_i = sum over masked-in tokens of ||onehot - softmax||^2.
 
     Args:
-        logits: [N, T, V] padded, or [T, V]: packed with cu_seqlens, one trajectory without.
-        targets: [N, T] or [T], the sampled tokens; anything at masked-out positions.
+        logits: [N, T, V] padded, or [T, V]: packed if cu_seqlens is given, otherwise one trajectory.
+        targets: [N, T] or [T], the sampled tokens; arbitrary at masked-out positions.
         mask: [N, T] or [T], bool.
         cu_seqlens: [N + 1] int for packed input.
 
@@ -56,7 +56,7 @@ def logit_energy(logits: Tensor, targets: Tensor, mask: Tensor, cu_seqlens: Tens
             "must agree in all but the vocabulary dimension."
         )
     mask = mask.bool()
-    # Ignored positions often hold -100, which is no vocabulary index.
+    # Ignored positions often hold -100, which is not a vocabulary index.
     energies = token_logit_energy(logits, torch.where(mask, targets, 0))
     return _masked_sum(energies, mask, cu_seqlens)
 
@@ -65,7 +65,7 @@ def length_energy(mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """E_i = number of masked-in tokens.
 
     Args:
-        mask: [N, T] padded, or [T]: packed with cu_seqlens, one trajectory without; bool.
+        mask: bool, [N, T] padded, or [T]: packed if cu_seqlens is given, otherwise one trajectory.
         cu_seqlens: [N + 1] int for packed input.
 
     Returns:
@@ -97,8 +97,8 @@ def log_energies(token_energy_sum: Tensor, log_applied_weight: Tensor, log_norma
         [N] fp64: -inf for an energy of zero, NaN for one that cannot be used (E_i negative, infinite or NaN, or
         log a_i NaN or +inf).
 
-    Source: arXiv 2602.17616, with the factor that really multiplies the reward in place of the bare weight.
+    Source: arXiv 2602.17616, with the factor that actually multiplies the reward, not the weight alone.
     """
     energy, log_weight = token_energy_sum.double(), log_applied_weight.double()
-    usable = torch.isfinite(energy) & (log_weight < torch.inf)  # the logarithm marks negative energies itself
+    usable = torch.isfinite(energy) & (log_weight < torch.inf)  # the log of a negative energy is NaN by itself
     return torch.where(usable, 2.0 * log_weight + 2.0 * log_normalizer + torch.log(energy), torch.nan)

@@ -1,4 +1,4 @@
-"""Effective sample size of importance weights, and the learning-rate multiplier that it gives.
+"""Effective sample size of importance weights, and the learning-rate multiplier derived from it.
 
 Weights are compared in log space, so that no log-weight can overflow, and everything fails closed: bad data gives the
 floor step, never a full one.
@@ -55,7 +55,7 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
     """rho = (sum w)^2 / (N sum w^2) with w = exp(log_weights).
 
     Args:
-        log_weights: [N], any float dtype. Non-finite entries are excluded and leave N too.
+        log_weights: [N], any float dtype. Non-finite entries are excluded and not counted in N.
 
     Returns:
         fp64 scalar in [1/N, 1]; 1 when all weights are equal; unchanged when a constant is added to all log-weights;
@@ -78,12 +78,12 @@ def learning_rate_multiplier(
 
     Args:
         rho: effective sample size, dimensionless; a scalar tensor is read on the host.
-        reference: rho at which the step is the schedule's own.
+        reference: rho at or above which the step has the schedule's full learning rate.
         exponent: 0.5 for Adam-like optimizers, 1 for plain gradient descent.
         floor: lower bound of rho / reference, in [0, 1].
 
     Returns:
-        A number in [0, 1]. A NaN or infinite rho gives what rho = 0 gives: floor ** exponent.
+        A number in [0, 1]. A NaN or infinite rho counts as 0 and gives floor ** exponent.
 
     Raises:
         ValueError: reference or exponent not positive and finite, or floor outside [0, 1].

@@ -1,4 +1,5 @@
-"""Sequence log-weights: how much likelier a response is under the policy than under what sampled it."""
+"""Sequence log-weights: how much likelier a response is under the policy than under the distribution that sampled
+it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from megatron_vcpo.objective.segments import segment_ids, segment_sum
 
 
 def masked_log_ratio(policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Token log-ratio policy - behaviour in fp64, 0 where the mask is False whatever stands there."""
+    """Token log-ratio policy - behaviour in fp64; 0 where the mask is False, whatever the log-probs there."""
     difference = policy_logprobs.double() - behavior_logprobs.double()
     # where, not a product: 0 * NaN is NaN.
     return torch.where(mask.bool(), difference, 0.0)
@@ -23,7 +24,7 @@ def sequence_log_weights(
     Args:
         policy_logprobs: [N, T] padded, or [T] packed together with cu_seqlens; nats.
         behavior_logprobs: the same shape.
-        mask: the same shape, bool; what stands at False positions does not matter.
+        mask: the same shape, bool; log-probs at False positions are ignored.
         cu_seqlens: [N + 1] int for packed input.
 
     Returns:

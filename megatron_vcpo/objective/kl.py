@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 _K3_LINEAR_BEYOND = 20.0
-"""The k3 estimator grows like ref/p; beyond exp(20) it goes on as its tangent, so that it cannot overflow."""
+"""The k3 estimator grows like ref/p; where ref/p exceeds exp(20) its tangent replaces it, so that it cannot
+overflow."""
 
 
 def kl_estimate(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) as a loss term: [T], differentiable in policy_logprobs.
 
-    With l = log p/ref: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l. On the policy's own samples k1 and k3 are unbiased
-    values; of the gradients k2's is that of the KL, k1's is zero on average (it only adds noise), and k3's is that of
-    the forward KL(reference || policy).
+    With l = log p/ref: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l. On the policy's own samples the values of k1 and k3
+    are unbiased. The gradient of k2 is that of the KL; that of k1 is zero on average (it only adds noise); that of k3
+    is that of the forward KL(reference || policy).
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
     """

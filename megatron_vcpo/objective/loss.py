@@ -4,9 +4,9 @@ The minibatch loss is, over N trajectories i with response tokens t,
 
     -(1/N) sum_i k_i sum_t [ S(p_it, A_i) - kl_coefficient * KL_it + entropy_coefficient * H_it ]
 
-with A_i = (R_i - b_i) * scale_i (or what --vcpo-advantages gives), k_i by the aggregation, and S = a * A_i * p_it for
+with A_i = (R_i - b_i) * scale_i (or what --vcpo-advantages gives), k_i set by the aggregation, and S = a * A_i * p_it for
 weight corrections (the gradient is then the estimator of arXiv 2602.17616) or the clipped ratio times A_i for the
-others. KL and entropy stand beside the advantage, never multiplied by it.
+others. KL and entropy are terms of their own, never multiplied by the advantage.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def vcpo_loss(inputs: LossInputs) -> LossOutputs:
     """The loss of one packed micro-batch.
 
     A trajectory with a non-finite reward or a non-finite masked-in log-prob (also of the reference, or entropy, where
-    they enter the loss) is left out of the loss, the baselines and all metrics but `nonfinite_trajectories`. An empty
-    response contributes nothing to the gradient. A weight of 0 (dropped by a mask correction or the veto) takes the
-    trajectory out of the policy gradient, not out of N.
+    they enter the loss) is left out of the loss, the baselines and all metrics except `nonfinite_trajectories`. An
+    empty response contributes nothing to the gradient. A weight of 0 (dropped by a mask correction or the veto) takes
+    the trajectory out of the policy gradient, but N still counts it.
 
     Raises:
         ValueError: an input that the configuration needs is None.

@@ -1,4 +1,4 @@
-"""What a loss measures beside its value."""
+"""What `vcpo_loss` measures besides its value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loss_metrics(
     kl: Tensor | None,
     policy_loss: Tensor,
 ) -> dict[str, Tensor]:
-    """(sum, count) of everything measured, fp64."""
+    """Every metric of the micro-batch by name, as [2] = (sum, count) in fp64."""
 
     def over(values: Tensor | None, where: Tensor) -> Tensor:
         if values is None:
@@ -52,7 +52,7 @@ def loss_metrics(
         "entropy": over(batch.entropy, batch.mask),
         "kl": over(kl, batch.mask),
         "nonfinite_trajectories": over(~batch.usable, everything),
-        # Shares of all trajectories, so that times N they are counts.
+        # Means over all trajectories, so that multiplying by N gives counts.
         "vetoed": over(dropped & batch.usable, everything),
         "baseline_fallbacks": over(baselines.fallback & batch.usable, everything),
         "response_length": over(batch.lengths, batch.usable),

@@ -19,10 +19,10 @@ class LossInputs:
     """One packed micro-batch: n trajectories in T token positions.
 
     Trajectory i owns the positions cu_seqlens[i] : cu_seqlens[i + 1]; positions from cu_seqlens[-1] on are padding.
-    What stands where `mask` is False never matters, NaN and inf included. Log-probs are in nats. The denominators
-    belong to the whole minibatch, so that any split into micro-batches and data-parallel ranks sums to the same loss.
-    A trajectory with a non-finite reward or log-weight is left out of everything; its owner leaves it out of
-    `num_trajectories` and `num_tokens` too.
+    Values where `mask` is False are ignored, even NaN and inf. Log-probs are in nats. The denominators belong to the
+    whole minibatch, so that any split into micro-batches and data-parallel ranks sums to the same loss. A trajectory
+    with a non-finite reward or log-weight is left out of everything; the caller must leave it out of `num_trajectories`
+    and `num_tokens` too.
 
     Example:
         >>> LossInputs(policy_logprobs=p, behavior_logprobs=p.detach(), mask=torch.ones(5, dtype=torch.bool),
@@ -32,7 +32,7 @@ class LossInputs:
     """
 
     policy_logprobs: Tensor  # [T] with gradient: log-probs of the tokens under the current parameters
-    behavior_logprobs: Tensor  # [T] of the distribution each token was really drawn from
+    behavior_logprobs: Tensor  # [T] under the distribution that each token was actually drawn from
     mask: Tensor  # [T] bool, True on response tokens that the policy sampled
     cu_seqlens: Tensor  # [n + 1] int, starts at 0
     rewards: Tensor  # [n]
@@ -40,10 +40,10 @@ class LossInputs:
     advantage_scales: Tensor  # [n] factor of (reward - baseline), computed over the whole minibatch
     num_trajectories: float  # usable trajectories of the whole minibatch
     num_tokens: float  # masked-in tokens of the whole minibatch
-    max_response_length: int  # bound of a response, the denominator of seq-mean-token-sum-norm
+    max_response_length: int  # longest response allowed, the denominator of seq-mean-token-sum-norm
     config: VCPOConfig
     token_energies: Tensor | None = None  # [T] ||onehot - softmax||^2, no gradient; needed for opob with logit energy
-    baselines: Tensor | None = None  # [n]; None: each scope lies wholly in this micro-batch and is computed here
+    baselines: Tensor | None = None  # [n]; None: computed here; each scope must lie wholly in this micro-batch
     advantages: Tensor | None = None  # [n] those of --vcpo-advantages, in place of (reward - baseline) * scale
     reference_logprobs: Tensor | None = None  # [T]; needed where kl_coefficient > 0
     entropy: Tensor | None = None  # [T] with gradient, nats; needed where entropy_coefficient > 0

@@ -24,7 +24,8 @@ def segment_ids(cu_seqlens: Tensor, num_positions: int) -> Tensor:
 
 
 def segment_sum(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    """Sums of values [T] over equal ids [T]: [num_segments], in the dtype of values; id num_segments is dropped."""
+    """Sums of values [T] over equal ids [T]: [num_segments], in the dtype of values; values of id num_segments are
+    dropped."""
     sums = torch.zeros(num_segments + 1, dtype=values.dtype, device=values.device)
     return sums.index_add(0, ids, values)[:num_segments]
 
@@ -41,7 +42,7 @@ def segment_min(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
 
 
 def spread(values: Tensor, ids: Tensor) -> Tensor:
-    """Give every position [T] its trajectory's value [n]; 0 at positions of no trajectory."""
+    """Give every position [T] its trajectory's value [n]; 0 at positions that belong to none."""
     return torch.cat([values, values.new_zeros(1)])[ids]
 
 

@@ -1,4 +1,4 @@
-"""Numbers of each trajectory that the gradient is made of: normalizers, energies, baselines.
+"""The factors of each trajectory in the gradient: normalizers, energies, baselines.
 
 The loss calls these on a micro-batch that holds whole scopes; where scopes span micro-batches or ranks, a scoring pass
 calls them on the whole minibatch.
@@ -56,8 +56,8 @@ def trajectory_energies(
     token_energies: Tensor | None,
     config: VCPOConfig,
 ) -> Tensor:
-    """E_i for `trajectory_log_energies`: sum over tokens of the token's energy, times its squared weight where the
-    correction weighs tokens one by one.
+    """E_i for `trajectory_log_energies`: sum over tokens of the token's energy, times its squared weight under a
+    token-level correction.
 
     Args:
         policy_logprobs: [T] nats; no gradient is taken.
@@ -84,7 +84,8 @@ def energy_token_weights(
 ) -> Tensor:
     """Weights a_it such that E_i for `trajectory_log_energies` is the squared norm of grad sum_t a_it log p_it.
 
-    They are those of a token-level correction, and 1 under a sequence-level one, whose weights enter later.
+    They are the weights of a token-level correction, and 1 under a sequence-level one, whose weights enter
+    `trajectory_log_energies` themselves.
 
     Args:
         policy_logprobs: [T] nats; no gradient is taken.
@@ -94,7 +95,7 @@ def energy_token_weights(
         config: correction with its bounds, and veto.
 
     Returns:
-        [T] fp64; 0 where masked out, not finite, dropped, or of a vetoed trajectory.
+        [T] fp64; 0 for a token that is masked out, not finite, dropped, or in a vetoed trajectory.
     """
     ids = segment_ids(cu_seqlens, mask.numel())
     ratios = log_ratios(policy_logprobs, behavior_logprobs, mask, cu_seqlens)
@@ -113,7 +114,7 @@ def energy_sums(
     token_energies: Tensor | None,
     config: VCPOConfig,
 ) -> Tensor:
-    """E_i from what `trajectory_energies` computes first: [n] fp64."""
+    """E_i [n] fp64, like `trajectory_energies`, for a caller that already has the ratios and weights."""
     if config.energy == "length":
         energies = torch.ones_like(ratios.token)
     elif config.energy == "logit" and token_energies is not None:
@@ -149,7 +150,7 @@ def trajectory_log_energies(
         config: correction with its bounds, and aggregation.
         num_trajectories: N usable over the whole minibatch.
         num_tokens: sum of lengths over the whole minibatch.
-        max_response_length: bound of a response.
+        max_response_length: longest response allowed.
 
     Returns:
         [N] fp64; -inf for an energy of zero, NaN where lam or E_i is not finite.
@@ -173,7 +174,7 @@ def trajectory_baselines_with_fallbacks(
     config: VCPOConfig,
     usable: Tensor | None = None,
 ) -> BaselineResult:
-    """`trajectory_baselines`, and where an optimal baseline fell back to the mean."""
+    """`trajectory_baselines`, and a flag where an optimal baseline fell back to the mean."""
     rewards = rewards.detach().double()
     if usable is not None:
         rewards = torch.where(usable.bool(), rewards, torch.nan)
@@ -200,7 +201,7 @@ def trajectory_baselines(
     """Baselines by config.baseline and config.baseline_scope, for a caller whose scopes span micro-batches.
 
     Args:
-        rewards: [N] of whole scopes.
+        rewards: [N], covering whole scopes.
         group_ids: [N] int64.
         log_energies: [N] from `trajectory_log_energies`; None where config.baseline needs none.
         config: baseline and scope.

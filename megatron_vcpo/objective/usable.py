@@ -1,4 +1,4 @@
-"""Which trajectories can be trained on: the one definition that every denominator, baseline and metric goes by."""
+"""Which trajectories can be trained on: the one definition that every denominator, baseline and metric uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def finite_trajectories(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Ten
 
     Args:
         values: [T].
-        mask: [T] bool; what stands at False positions does not matter.
+        mask: [T] bool; values at False positions are ignored.
         cu_seqlens: [n + 1] int.
 
     Returns:
@@ -36,8 +36,8 @@ def usable_trajectories(
     reference_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> Tensor:
-    """Whether everything that a trajectory brings into the loss is finite: its reward, and on every masked-in token
-    both log-probs, with a KL penalty the reference's, with an entropy bonus the entropy.
+    """Whether everything that a trajectory contributes to the loss is finite: its reward and, on every masked-in token,
+    both log-probs, the reference's log-prob if there is a KL penalty, and the entropy if there is a bonus for it.
 
     Args:
         policy_logprobs: [T].
@@ -53,7 +53,7 @@ def usable_trajectories(
         [n] bool.
     """
     columns = [policy_logprobs, behavior_logprobs]
-    # Measured quantities that do not enter the loss must not cost a trajectory.
+    # A quantity that is only measured, and does not enter the loss, must not exclude a trajectory.
     if config.kl_coefficient > 0.0 and reference_logprobs is not None:
         columns.append(reference_logprobs)
     if config.entropy_coefficient != 0.0 and entropy is not None:

@@ -1,4 +1,4 @@
-"""The ESS-aware parameter scheduler."""
+"""The parameter scheduler that lowers the learning rate when the effective sample size (ESS) falls."""
 
 from megatron_vcpo.optim.ess_scheduler import EssParamScheduler, EssSettings
 

@@ -1,4 +1,4 @@
-"""A parameter scheduler whose learning rate, for one step, follows the effective sample size of that step."""
+"""A parameter scheduler whose learning rate for each step follows the effective sample size of that step."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class EssParamScheduler(OptimizerParamScheduler):
     """Megatron-Core's scheduler with a multiplier that lasts for one optimizer step.
 
     `apply(rho)` sets the learning rate of the coming step; `step(increment)` and `restore()` end it. The base schedule
-    never sees the multiplier: it is computed absolutely from the schedule each time, so a skipped step leaves no trace.
-    The automatic reference is part of the state and is the same on every rank as long as rho is.
+    never sees the multiplier: each step's learning rate is computed from the schedule anew, so a skipped step leaves no
+    trace. The automatic reference is part of the state; it is the same on every rank because rho is.
     """
 
     def __init__(self, *args: Any, ess: EssSettings | None = None, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class EssParamScheduler(OptimizerParamScheduler):
 
     @property
     def reference(self) -> float:
-        """rho at which the learning rate is the schedule's own; NaN before anything was observed."""
+        """rho at or above which the learning rate is the schedule's own; NaN before anything was observed."""
         if self.ess.reference is not None:
             return self.ess.reference
         return statistics.median(self._observed) if self._observed else math.nan
@@ -86,7 +86,7 @@ class EssParamScheduler(OptimizerParamScheduler):
         return self.multiplier
 
     def restore(self) -> None:
-        """Go back to the schedule's own learning rate without having taken a step (a skipped step)."""
+        """Go back to the schedule's own learning rate after a skipped step."""
         self._pending = None
         self.multiplier = 1.0
         super().step(0)
@@ -108,11 +108,11 @@ class EssParamScheduler(OptimizerParamScheduler):
             self._observed.append(rho)
 
     def state_dict(self) -> dict[str, Any]:
-        """Megatron-Core's state and that of the automatic reference."""
+        """Megatron-Core's state, and the state of the automatic reference."""
         return {**super().state_dict(), _STATE_KEY: {"observed": list(self._observed), "lag": self._observed_lag}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load either kind of state; a checkpoint of the plain scheduler starts the automatic reference anew."""
+        """Load this scheduler's state or Megatron-Core's; after the latter the automatic reference starts anew."""
         super().load_state_dict(self._without_idle_lengths(state_dict))
         ess = state_dict.get(_STATE_KEY, {})
         self._observed = [float(rho) for rho in ess.get("observed", [])]
