@@ -1,7 +1,7 @@
-"""Token statistics of a whole micro-batch from the rows that each context-parallel rank computed.
+"""Token statistics of a whole micro-batch, gathered from the rows that each context-parallel rank computed.
 
-A few numbers per token travel, so that the loss, the importance weights and the baselines are computed on whole
-sequences on every rank, by the same code as without context parallelism.
+Only a few numbers per token are exchanged. Every rank then computes the loss, the importance weights and the baselines
+on whole sequences, with the same code as without context parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class _GatherContextRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Every rank computes the same loss: its part of the gradient is complete, and summing would count it cp times.
+        # Every rank computes the same loss, so its part of the gradient is already complete; summing would count it cp
+        # times.
         return grad[:, ctx.own_rows], None, None
 
 
@@ -34,13 +35,13 @@ def gather_context_rows(own: Mapping[str, Tensor], rows: Tensor, group: Any) -> 
     """Statistics of all rows, in the micro-batch's order, on every context-parallel rank; one collective.
 
     Args:
-        own: name -> [T / cp] of this rank's rows, of one dtype.
+        own: name -> [T / cp], this rank's rows, all of one dtype.
         rows: [cp, T / cp] int64, the rows that each rank holds.
         group: the context-parallel process group.
 
     Returns:
-        name -> [T]. The gradient of a value flows to the rank that computed it, and is not summed over ranks: each of
-        them is expected to compute the same loss.
+        name -> [T]. The gradient of a value flows to the rank that computed it and is not summed over ranks, because
+        each of them is expected to compute the same loss.
     """
     whole = _GatherContextRows.apply(torch.stack(list(own.values())), rows, group)
     return dict(zip(own, whole))

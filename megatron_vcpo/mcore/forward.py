@@ -9,7 +9,7 @@ from megatron_vcpo.mcore.packing import MicroBatch
 
 
 def packed_seq_params(micro: MicroBatch) -> Any:
-    """Megatron-Core's description of the sequences in a micro-batch; routes to replay ride on it."""
+    """Megatron-Core's PackedSeqParams for the sequences of a micro-batch; routes to replay are attached to it later."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     return PackedSeqParams(
@@ -22,7 +22,7 @@ def packed_seq_params(micro: MicroBatch) -> Any:
 
 
 def token_statistics(model: Any, micro: MicroBatch, packed: Any, context: OutputContext) -> Any:
-    """Log-probs, energies and entropy of a micro-batch's tokens on the last pipeline stage, hidden states before it.
+    """Log-probs, energies and entropy of a micro-batch's tokens on the last pipeline stage; hidden states on others.
 
     Args:
         model: one of Megatron's model chunks.
@@ -31,7 +31,7 @@ def token_statistics(model: Any, micro: MicroBatch, packed: Any, context: Output
         context: what the last stage's output processor needs.
 
     Returns:
-        {'logprobs', 'energy', 'entropy'} of [T] tensors; off the last stage, what the next one takes.
+        {'logprobs', 'energy', 'entropy'} of [T] tensors; on other stages, the input of the next one.
     """
     return model(
         micro.tokens,

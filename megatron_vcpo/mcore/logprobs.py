@@ -1,9 +1,8 @@
 """Log-probs, logit energies and entropies of packed tokens from vocabulary-parallel logits.
 
-The logits stay in the model's dtype; fp32 exists for a bounded block of rows at a time, forward and backward. Columns
-that only pad the vocabulary are left out: the same flags pad differently at another tensor-parallel size, so leaving
-them
-in would make the log-probs depend on the layout.
+The logits stay in the model's dtype; forward and backward convert only a bounded block of rows to fp32 at a time.
+Columns that only pad the vocabulary are left out: the same flags pad differently at another tensor-parallel size, so
+including them would make the log-probs depend on the layout.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# fp32 elements alive per block of rows: what stays in a core's cache, or what keeps a GPU busy.
+# fp32 elements in one block of rows: few enough for a core's cache, or enough to keep a GPU busy.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 _EXCLUDED = -1.0e30  # logit of a padding column: finite, so that 0 * logit stays 0
 
@@ -26,7 +25,7 @@ class VocabShard:
     """Which columns of the vocabulary this rank holds."""
 
     start: int  # first column, global
-    valid: int  # columns that are real tokens; the rest only pad
+    valid: int  # columns that are real tokens; the rest is padding
     group: Any  # tensor-parallel process group, or None for one rank
 
     @staticmethod
@@ -56,7 +55,7 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 def _tempered(logits: Tensor, shard: VocabShard, inverse_temperature: float, shift: Tensor) -> Tensor:
     """logits / temperature - shift, in fp32 or better, padding columns excluded; [t, V] for shift [t]."""
-    # One pass: the shift's type promotes half-precision logits before anything is computed.
+    # One pass: the shift's dtype promotes half-precision logits before anything is computed.
     x = torch.add(-shift.unsqueeze(1), logits, alpha=inverse_temperature)
     if shard.valid < x.size(1):
         x[:, shard.valid :] = _EXCLUDED
@@ -80,7 +79,7 @@ class _TokenStatistics(torch.autograd.Function):
         local = targets - shard.start
         owned = (local >= 0) & (local < shard.valid)
         column = torch.where(owned, local, 0)
-        # Of the columns beside the target: sum e, sum e^2, sum e*x. Then x of the target.
+        # Over all columns but the target's: sum e, sum e^2, sum e*x. Then x of the target.
         sums = torch.empty(4, rows, dtype=dtype, device=logits.device)
         for block in _blocks(logits):
             x = _tempered(logits[block], shard, inverse, peak[block])
@@ -98,7 +97,7 @@ class _TokenStatistics(torch.autograd.Function):
         total = rest + at_target
         log_total = total.log()
         logprobs = target - log_total
-        # (1 - pi_target)^2 + sum of the others' pi^2, without the cancellation of 1 - 2 pi_target + sum pi^2.
+        # (1 - pi_target)^2 + sum of the others' pi^2 avoids the cancellation in 1 - 2 pi_target + sum pi^2.
         energy = (rest * rest + rest_square) / (total * total)
         entropy = log_total - (rest_moment + at_target * target) / total
         ctx.save_for_backward(logits, column, owned, peak + log_total, entropy)
@@ -136,9 +135,9 @@ def token_statistics(
     """Log-prob, logit energy and entropy of every row.
 
     Args:
-        logits: [T, V / tp] of the model's dtype, this rank's columns.
+        logits: [T, V / tp] in the model's dtype, this rank's columns.
         targets: [T] int64, global token ids; the same on every tensor-parallel rank.
-        shard: which columns those are.
+        shard: which columns this rank holds.
         temperature: the logits are divided by it first.
 
     Returns:
@@ -155,7 +154,7 @@ class OutputContext:
 
     vocab_size: int  # real tokens, without padding
     temperature: float
-    chunk: int  # tokens whose logits exist at one time; 0: all
+    chunk: int  # number of tokens whose logits exist at one time; 0: all
     tp_group: Any
 
 
@@ -173,8 +172,8 @@ def output_processor(
     """Hook of `GPTModel.forward(output_processor=...)`: [t, 1, H] hidden states to {'logprobs', 'energy',
     'entropy'}, [T].
 
-    Under sequence parallelism hidden states hold this rank's T / tp rows and the output layer gathers each chunk
-    rank-major, so the labels are laid out the same way before they meet the logits.
+    Under sequence parallelism, hidden states hold this rank's T / tp rows and the output layer gathers each chunk rank
+    by rank, so the labels are put into the same order.
     """
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank_labels = labels.view(ranks, -1)  # [ranks, t]

@@ -1,4 +1,4 @@
-"""A minibatch as one data-parallel rank sees it: its micro-batches, and the numbers that belong to the whole."""
+"""A minibatch as one data-parallel rank sees it: its micro-batches, and the numbers of the whole minibatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PackingSettings:
 
     budget: int  # tokens of a micro-batch, over all context-parallel ranks
     alignment: RowAlignment = field(default_factory=RowAlignment)
-    micro_batch_multiple: int = 1  # the number of micro-batches is a multiple of it
+    micro_batch_multiple: int = 1  # the number of micro-batches is a multiple of this
     dp_rank: int = 0
     dp_size: int = 1
 
@@ -30,7 +30,7 @@ class PackingSettings:
 class PackedMinibatch:
     """What one optimizer step consumes, packed for this rank."""
 
-    trajectories: tuple[Trajectory, ...]  # of all data-parallel ranks, in one order everywhere
+    trajectories: tuple[Trajectory, ...]  # of all data-parallel ranks, in the same order on every rank
     plan: PackingPlan
     micro_batches: list[MicroBatch]  # of this rank
     rewards: Tensor  # [N] fp32
@@ -43,7 +43,7 @@ class PackedMinibatch:
 
     @property
     def num_trajectories(self) -> int:
-        """N, over all ranks."""
+        """N, trajectories of all ranks."""
         return len(self.trajectories)
 
     @property
@@ -58,9 +58,10 @@ class PackedMinibatch:
 
 
 def needs_scoring_pass(config: VCPOConfig, plan: PackingPlan) -> bool:
-    """Whether baselines must be known before the loss: a scope that spans micro-batches or ranks."""
+    """Whether a forward-only pass must measure what the baselines need: an optimal baseline whose scope spans
+    micro-batches or ranks."""
     if not config.baseline.startswith("opob"):
-        # Means need rewards alone, which every rank has: they come from the same place, at no cost.
+        # Mean baselines need only the rewards, which every rank has.
         return False
     if config.baseline_scope == "minibatch":
         return len(plan.bins) > 1 or plan.num_micro_batches > 1
@@ -74,10 +75,10 @@ def pack_minibatch(
     device: torch.device,
     advantages: Advantages | None = None,
 ) -> PackedMinibatch:
-    """Plan and build this rank's micro-batches; every rank calls it with the same trajectories.
+    """Plan and build this rank's micro-batches; every rank must pass the same trajectories.
 
     Raises:
-        PackingError: a trajectory does not fit, with its name.
+        PackingError: a trajectory does not fit; the message names it.
         ConfigError: the function of --vcpo-advantages returned something else than advantages.
     """
     sizes, alignment = [t.num_tokens for t in trajectories], packing.alignment

@@ -1,6 +1,6 @@
-"""Trajectories to packed micro-batches: a pure plan first, tensors second.
+"""Pack trajectories into micro-batches: first a plan, a pure function of lengths; then the tensors.
 
-The plan is a function of lengths alone and is computed by every rank from the same list, so no rank has to be told.
+Every rank computes the same plan from the same list, so no communication is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PackingPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of every rank (the same on all)."""
+        """Micro-batches of each rank (equally many on all)."""
         return len(self.bins[0])
 
 
@@ -47,8 +47,9 @@ def plan_micro_batches(
 ) -> PackingPlan:
     """Distribute trajectories over data-parallel ranks and micro-batches of at most `budget` tokens.
 
-    Bins are filled largest first into the emptiest one, then dealt to the ranks so that their totals are close. Groups
-    are kept within one micro-batch when all of them fit and it is asked for: then their baselines need no extra pass.
+    Trajectories, largest first, go into the emptiest micro-batch; micro-batches are then dealt to the ranks so that
+    their totals are close. With `prefer_groups`, every group is kept within one micro-batch if all groups fit, so that
+    baselines need no extra pass.
 
     Args:
         lengths: tokens of each trajectory.
@@ -83,7 +84,7 @@ def _fill_bins(sizes: list[int], budget: int, step: int) -> list[list[int]]:
     order = sorted(range(len(sizes)), key=lambda unit: (-sizes[unit], unit))
     count = max(step, math.ceil(math.ceil(sum(sizes) / budget) / step) * step)
     while True:
-        for tightest in (False, True):  # balanced first; the tightest fit where balance does not fit
+        for tightest in (False, True):  # balanced if that fits, else the tightest fit
             filled = _place(order, sizes, budget, count, tightest)
             if filled is not None:
                 return filled
@@ -115,33 +116,33 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], dp_size: int) -> tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAlignment:
-    """What the layout asks of a micro-batch's rows, and which of them this rank holds.
+    """What the layout requires of a micro-batch's rows, and which of them this rank holds.
 
     Under context parallelism every sequence is cut into 2 * cp_size chunks; rank r holds the r-th from the front and
-    the r-th from the end, so that causal attention costs every rank the same (the order that Transformer Engine uses).
+    the r-th from the end, so that causal attention costs every rank the same (Transformer Engine's order).
     """
 
     cp_rank: int = 0
     cp_size: int = 1
-    token_multiple: int = 1  # rows of one rank are a multiple of it (tensor-parallel ranks under sequence parallelism)
+    token_multiple: int = 1  # divides the rows of one rank (tensor-parallel size under sequence parallelism)
     equal_rows: bool = False  # all micro-batches of a step have the same number of rows (MoE allgather dispatcher)
 
     @property
     def sequence_multiple(self) -> int:
-        """Every sequence is padded to a multiple of it."""
+        """Every sequence is padded to a multiple of this."""
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        """Rows of a micro-batch, over all context-parallel ranks, are a multiple of it."""
+        """The rows of a micro-batch, over all context-parallel ranks, are a multiple of this."""
         return math.lcm(self.sequence_multiple, self.cp_size * self.token_multiple)
 
     def sequence_rows(self, length: int) -> int:
-        """Rows that a sequence of `length` tokens takes."""
+        """Rows that a sequence of `length` tokens occupies, padding included."""
         return length + -length % self.sequence_multiple
 
     def rows(self, lengths: Sequence[int]) -> int:
-        """Rows of a micro-batch with sequences of these lengths; a few where there are none."""
+        """Rows of a micro-batch with sequences of these lengths; the minimum for an empty one."""
         real = sum(map(self.sequence_rows, lengths))
         return real + -real % self.row_multiple if real else self.row_multiple * max(1, 2 // self.row_multiple)
 
@@ -157,27 +158,27 @@ class RowAlignment:
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """One packed micro-batch of T rows. Row t holds a token, and in labels and masks what it predicts.
+    """One packed micro-batch of T rows. Row t holds a token; labels and masks at t describe the token it predicts.
 
-    What the model reads are the T' = T / cp_size rows of this context-parallel rank; everything else describes all T.
+    The model reads the T' = T / cp_size rows of this context-parallel rank; everything else describes all T rows.
     """
 
     tokens: Tensor  # [1, T'] int64
     labels: Tensor  # [1, T'] int64, the next token of the same trajectory, 0 at its end
     position_ids: Tensor  # [1, T'] int64
-    cu_seqlens: Tensor  # [s + 1] int32, s = trajectories plus one padding sequence where there is one
+    cu_seqlens: Tensor  # [s + 1] int32, s = trajectories, plus one if there is a padding sequence
     max_seqlen: int
     response_mask: Tensor  # [T] bool: the label is a token that the policy sampled
-    behavior_logprobs: Tensor  # [T] fp32 of the label, 0 elsewhere
-    indices: tuple[int, ...]  # of its trajectories in the minibatch
+    behavior_logprobs: Tensor  # [T] fp32 log-prob of the label, 0 elsewhere
+    indices: tuple[int, ...]  # places of its trajectories in the minibatch
     starts: tuple[int, ...]  # first row of each of them
     context_rows: Tensor | None = None  # [cp_size, T'] int64, None without context parallelism
     reference_logprobs: Tensor | None = None  # [T] fp32, set by a scoring pass
-    routes: Tensor | None = None  # [T, layers with experts, k] int16, -1 where there are none; None without any
+    routes: Tensor | None = None  # [T, layers with experts, k] int16, -1 for tokens without; None if all lack them
 
     @property
     def num_trajectories(self) -> int:
-        """Real trajectories in it; 0 for a filler."""
+        """Number of real trajectories; 0 for a filler."""
         return len(self.indices)
 
     @property
@@ -201,13 +202,13 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Tensors of one micro-batch.
 
-    A sequence's own padding stands behind its tokens, where causal attention never looks; what is left to the
-    micro-batch's multiple is one more sequence of its own.
+    A sequence's own padding comes after its tokens, where causal attention never looks; the padding that completes the
+    micro-batch is a sequence of its own.
 
     Args:
         trajectories: the whole minibatch.
-        indices: those that this micro-batch holds; none makes a filler that trains nothing.
-        alignment: what the layout asks of the rows.
+        indices: the trajectories that this micro-batch holds; with none it is a filler that trains nothing.
+        alignment: what the layout requires of the rows.
         device: of the tensors.
         rows: T; default: as few as the alignment allows.
     """
@@ -253,7 +254,8 @@ def build_micro_batch(
 
 
 def packed_routes(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int) -> npt.NDArray[np.int16] | None:
-    """Routes of packed trajectories [rows, layers, k], -1 in padding and where a trajectory has none; None without any.
+    """Routes of packed trajectories [rows, layers, k], -1 in padding and where a trajectory has none; None if no
+    trajectory has any.
 
     Raises:
         PackingError: trajectories with routes of different models.

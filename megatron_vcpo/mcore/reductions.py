@@ -1,4 +1,4 @@
-"""The few numbers that ranks exchange: every one of them in fp64, each sum in one collective."""
+"""The few numbers that ranks exchange: all in fp64, each sum in one collective."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class RankDisagreement(RuntimeError):
 
 
 def collective_device() -> torch.device:
-    """Where collectives over the default group want their tensors."""
+    """The device on which collectives over the default group need their tensors."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def group_size(group: Any) -> int:
-    """Ranks of a process group; 1 for None."""
+    """Number of ranks of a process group; 1 for None."""
     return dist.get_world_size(group) if group is not None else 1
 
 
@@ -31,7 +31,7 @@ def is_last_stage(pp_group: Any) -> bool:
 
 
 def gather_rows(row: Tensor, group: Any) -> Tensor:
-    """[K] of every rank as [ranks, K]; K must be equal everywhere."""
+    """Gather [K] of every rank into [ranks, K]; K must be the same on all ranks."""
     size = group_size(group)
     if size == 1:
         return row[None]
@@ -41,21 +41,21 @@ def gather_rows(row: Tensor, group: Any) -> Tensor:
 
 
 def from_last_stage(values: Tensor, pp_group: Any) -> Tensor:
-    """Values of the last pipeline stage on every stage, in place."""
+    """Broadcast the last pipeline stage's values to every stage, in place."""
     if group_size(pp_group) > 1:
         dist.broadcast(values, dist.get_process_group_ranks(pp_group)[-1], group=pp_group)
     return values
 
 
 def from_first_rank(values: Tensor, group: Any) -> Tensor:
-    """Values of a group's first rank on every rank of it, in place."""
+    """Broadcast the values of a group's first rank to all its ranks, in place."""
     if group_size(group) > 1:
         dist.broadcast(values, dist.get_process_group_ranks(group)[0], group=group)
     return values
 
 
 def names_of_last_stage(names: list[str], pp_group: Any) -> list[str]:
-    """Strings of the last pipeline stage on every stage; pickled, so for the first step only."""
+    """Broadcast the last pipeline stage's strings to every stage; pickled and slow, so for the first step only."""
     if group_size(pp_group) == 1:
         return names
     holder: list[Any] = [names]

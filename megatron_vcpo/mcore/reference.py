@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 class ReferencePolicy:
-    """A copy of this rank's parameters, and of its routers' expert biases, that can stand in for the current ones
-    during a forward-only pass."""
+    """A copy of this rank's parameters and of its routers' expert biases, which can replace the current ones during a
+    forward-only pass."""
 
     def __init__(self, model_chunks: Sequence[nn.Module]) -> None:
         """Copy the parameters of the chunks as they are now."""
@@ -20,7 +20,7 @@ class ReferencePolicy:
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat copy for a checkpoint of this rank."""
+        """The copy as a flat dict, for this rank's checkpoint."""
         return {f"{i}.{name}": value for i, chunk in enumerate(self.weights) for name, value in chunk.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -60,14 +60,14 @@ class ReferencePolicy:
 
 def _state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from chunk.named_parameters()
-    # Load balancing without an auxiliary loss moves these beside the optimizer; they choose the experts.
+    # Auxiliary-loss-free load balancing changes these outside the optimizer; they affect the choice of experts.
     yield from (pair for pair in chunk.named_buffers() if pair[0].endswith(".expert_bias"))
 
 
 @contextlib.contextmanager
 def without_parameter_gather(model_chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Finish --overlap-param-gather's pending all-gather and hold its hooks off: the next forward pass would overwrite
-    whatever weights were put into the model."""
+    """Finish the pending all-gather of --overlap-param-gather and keep its hooks from running: in the next forward pass
+    they would overwrite the weights that were put into the model."""
     hooked = [chunk for chunk in model_chunks if getattr(chunk, "remove_forward_pre_hook_handles", None)]
     for chunk in hooked:
         chunk.disable_forward_pre_hook(param_sync=True)

@@ -1,5 +1,6 @@
 """Exact energies: the squared norm of every trajectory's gradient over all parameters, from one packed backward.
 
-`Rows` says whose a row is, a `Contribution` is what one use of one parameter adds to every trajectory's gradient,
-`attach` finds the uses in a model, `EnergyCollector` adds them up, and `ExactEnergies` runs a step with them.
+`Rows` says which trajectory owns each row, a `Contribution` is what one use of one parameter adds to every trajectory's
+gradient, `Attachment` finds the uses in a model, `EnergyCollector` adds them up, and `ExactEnergies` runs a step with
+them.
 """

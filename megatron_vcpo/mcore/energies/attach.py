@@ -1,7 +1,7 @@
-"""The rules of one model: every module with parameters meets its rule, and a parameter without one is an error.
+"""Find the rule for every module of a model that has parameters; a parameter without a rule is an error.
 
-An energy pass runs with all parameters frozen: no weight gradient is formed, and no hook of the data-parallel wrapper
-fires. What the rules need is the input of a layer and the gradient of its output.
+An energy pass runs with all parameters frozen, so that no weight gradient is formed and no hook of the data-parallel
+wrapper fires. The rules need only the input of a layer and the gradient of its output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rule = Callable[[EnergyCollector, str, Any, rules.Undo], None]
 
 
 def rule_table() -> list[tuple[type, Rule, tuple[str, ...]]]:
-    """(type of module, its rule, the parameters the rule is for); the first that fits."""
+    """(type of module, its rule, the parameters that the rule covers); the first entry that matches applies."""
     import torch
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -47,7 +47,7 @@ def rule_table() -> list[tuple[type, Rule, tuple[str, ...]]]:
 
 
 class Attachment:
-    """The rules of one model; made once, so that what cannot work is refused before anything runs."""
+    """The rules of one model; built once, so that an unsupported model is refused before anything runs."""
 
     def __init__(self, model: list[Any]) -> None:
         """Raises ConfigError, on this rank alone, for a trainable parameter or a setting without a rule.
@@ -83,9 +83,9 @@ class Attachment:
 
     @contextmanager
     def active(self, collector: EnergyCollector) -> Iterator[None]:
-        """Freeze all parameters and let the collector hear of every use of them."""
+        """Freeze all parameters and report every use of them to the collector."""
         undo: rules.Undo = []
-        with without_parameter_gather(self.model):  # its hooks want parameters that are trained
+        with without_parameter_gather(self.model):  # its hooks expect trainable parameters
             for parameter in self.parameters:
                 parameter.requires_grad_(False)
             try:

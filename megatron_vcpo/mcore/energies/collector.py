@@ -1,4 +1,4 @@
-"""EnergyCollector: hears of every use of every parameter during a backward pass, and adds up the energies."""
+"""EnergyCollector: watches every use of every parameter during a backward pass and adds up the energies."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Sink = Callable[[torch.nn.Parameter, Contribution], None]
 
 @dataclass(eq=False, kw_only=True)
 class MicroBatchRows:
-    """Owners of one micro-batch's rows; rides on its packed_seq_params, so that a recomputed layer finds its own."""
+    """Owners of one micro-batch's rows; kept on its packed_seq_params, where a recomputed layer finds them again."""
 
     rows: Rows
-    scored: Rows  # only rows that the loss reads; the output layer's others have no gradient
+    scored: Rows  # only rows that the loss reads; other rows of the output layer have no gradient
     tokens: Tensor  # [t] int64
-    # Of tied embeddings, one part of the cross term 2 <output gradient, embedding gradient>: the output gradient's rows
-    # of each token's own word, and the embedding's gradient; [t', d] each, of the rows that this rank owns.
+    # With tied embeddings, the two parts of the cross term 2 <output gradient, embedding gradient>: the output
+    # gradient's row for each token's own word, and the embedding's gradient; [t', d] each, for rows this rank owns.
     output_part: Tensor | None = None
     embedding_part: Tensor | None = None
-    output_rows: int = 0  # rows of the output layer whose gradient has come
-    open: OpenProducts = field(default_factory=OpenProducts)  # of the output layer, where it runs chunk by chunk
-    _scored_from: int = 0  # where the next chunk begins, on each rank
+    output_rows: int = 0  # rows of the output layer whose gradient has arrived
+    open: OpenProducts = field(default_factory=OpenProducts)  # of an output layer that runs chunk by chunk
+    _scored_from: int = 0  # first row of the next chunk, on each rank
 
     def next_scored(self, count: int, ranks: int) -> tuple[Rows, Rows | None]:
-        """Owners of the output layer's next `count` rows, and of all of them where these are a chunk.
+        """Owners of the output layer's next `count` rows and, if these are only a chunk, of all its rows (else None).
 
         Args:
             count: rows after the gather over `ranks` sequence-parallel ranks.
-            ranks: how many; a chunk holds rows of each.
+            ranks: number of those ranks; a chunk holds rows of each.
         """
         if count == len(self.scored.ids):
             return self.scored, None
@@ -51,7 +51,7 @@ class MicroBatchRows:
 
     @staticmethod
     def of(micro: MicroBatch, cp_rank: int = 0) -> MicroBatchRows:
-        """From a packed micro-batch, of which this context-parallel rank holds a part; reads its mask once."""
+        """From a packed micro-batch, for the rows of this context-parallel rank; copies its mask to the host once."""
         device = micro.tokens.device
         ends = micro.cu_seqlens.tolist()
         ids = np.full(micro.num_rows, -1, np.int64)
@@ -97,8 +97,8 @@ class EnergyCollector:
         trainable: id() of every parameter that counts.
         tied: the output layer's weight is the embedding's.
         device: of the energies.
-        sink: takes every contribution, for the ways that form weight gradients from them.
-        products: what the sink wants of trajectories' own gradients.
+        sink: called with every contribution, by methods that form weight gradients from them.
+        products: whether the sink uses the trajectories' own weight gradients.
         """
         self.layout = layout
         self.trainable = trainable
@@ -107,7 +107,7 @@ class EnergyCollector:
         self.products = products
         self.table = torch.zeros(len(KINDS), num_trajectories, dtype=torch.float64, device=device)
         self.current: MicroBatchRows | None = None
-        self.dispatched: list[Rows] = []  # of the experts of the layer that is running
+        self.dispatched: list[Rows] = []  # owners of each local expert's rows, in the layer that is running
         self._stack: list[tuple[MicroBatchRows | None, Rows | None]] = []
         self._rows: Rows | None = None
         self._tied_parts: list[MicroBatchRows] = []
@@ -116,7 +116,7 @@ class EnergyCollector:
 
     @contextmanager
     def micro_batch(self, owners: MicroBatchRows) -> Iterator[None]:
-        """Everything outside of layers belongs to this micro-batch."""
+        """Attribute everything that runs outside of layers to this micro-batch."""
         self.enter(owners, owners.rows)
         try:
             yield
@@ -124,7 +124,7 @@ class EnergyCollector:
             self.leave()
 
     def enter(self, owners: MicroBatchRows | None, rows: Rows | None) -> None:
-        """From here on, rows are `rows` of micro-batch `owners`; until leave()."""
+        """Until leave(), rows belong to `rows` of the micro-batch `owners`."""
         self._stack.append((self.current, self._rows))
         self.current, self._rows = owners, rows
 
@@ -145,17 +145,17 @@ class EnergyCollector:
     # ------------------------------------------------------------------ contributions
 
     def listens(self, out: Tensor, param: Any) -> bool:
-        """Whether the gradient of `out` will say something about `param`."""
+        """Whether `param` is measured and `out` will receive a gradient."""
         return id(param) in self.trainable and self._rows is not None and out.requires_grad
 
     def watch(
         self, out: Tensor, param: torch.nn.Parameter | None, kind: str, make: Callable[[Tensor], Contribution]
     ) -> None:
-        """When the gradient of `out` is there, add the contribution that `make` forms from it."""
+        """Once the gradient of `out` is known, add the contribution that `make` forms from it."""
         if param is None or not self.listens(out, param):
             return
 
-        pending = [make]  # let go of the rows it holds as soon as it is used, however long the graph lives
+        pending = [make]  # frees the rows that `make` holds as soon as it is used, however long the graph lives
 
         def hook(gradient: Tensor) -> None:
             contribution = pending.pop()(gradient)
@@ -166,7 +166,7 @@ class EnergyCollector:
         out.register_hook(hook)
 
     def keep_tied(self, owners: MicroBatchRows) -> None:
-        """A part of the cross term is known; add the term when the other one is, here or in reduce()."""
+        """Call when one part of the cross term is known; the term is added once both are, here or in reduce()."""
         if owners.output_part is not None and owners.embedding_part is not None:
             self._add_cross_term(owners)
         elif owners not in self._tied_parts and group_size(self.layout.pp) > 1:
@@ -183,14 +183,14 @@ class EnergyCollector:
         owners.output_part = owners.embedding_part = None
 
     def owned(self, owners: MicroBatchRows) -> Rows:
-        """The rows whose trajectories this rank owns: all, but under context parallelism."""
+        """The rows whose trajectories this rank owns: all of them, except under context parallelism."""
         group = self.layout.sharded.group
         return owners.rows if group is None else owners.rows.exchange(group).rows
 
     # ------------------------------------------------------------------ the result
 
     def reduce(self) -> Tensor:
-        """[kinds, N] fp64 over all ranks, every parameter once, of what was measured so far; collective over all."""
+        """[kinds, N] fp64: energies so far, over all ranks, each parameter counted once; collective over all ranks."""
         self._exchange_tied_parts()
         table = self.table.clone()
         for group in (self.layout.tp, self.layout.pp, self.layout.dp_cp):
@@ -199,7 +199,8 @@ class EnergyCollector:
         return table
 
     def _exchange_tied_parts(self) -> None:
-        # Micro-batches come in the same order on the first and the last stage; the last one has the output's parts.
+        # Micro-batches come in the same order on the first and the last stage; the last stage has the output layer's
+        # parts.
         parts, self._tied_parts = self._tied_parts, []
         first = dist.get_process_group_ranks(self.layout.embd)[0] if parts else 0
         for owners in parts:

@@ -1,8 +1,9 @@
 """What one use of a parameter adds to every trajectory's gradient: one class for each kind of parameter.
 
 With x the rows that enter and g the gradients of the rows that leave, the gradient of trajectory i is
-sum_t g_t x_t^T over its rows for a matrix, sum_t v_t for a vector, and rows of g added up word by word for an
-embedding. A contribution knows its energies, || gradient of i ||^2, and then sum_i c_i * (gradient of i) for any c.
+sum_t g_t x_t^T over its rows for a matrix, sum_t v_t for a vector, and the rows of g summed for each word for an
+embedding. A contribution first gives its energies, || gradient of i ||^2, and then sum_i c_i * (gradient of i) for any
+c.
 """
 
 from __future__ import annotations
@@ -21,47 +22,47 @@ from megatron_vcpo.mcore.energies.rows import Rows
 
 Values = npt.NDArray[np.float64]
 
-_ROWS_AT_ONCE = 256  # up to here, starting many small products takes longer than one over all pairs of rows
-_FEW_ROWS = 48  # below, three passes over a [d_out, d_in] product take longer than a second multiplication would
+_ROWS_AT_ONCE = 256  # up to here, launching many small products takes longer than one product over all pairs of rows
+_FEW_ROWS = 48  # below this, three passes over a [d_out, d_in] product take longer than a second multiplication
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """How a parameter's energy is spread over ranks, beside shards of it, whose energies simply add up."""
+    """How ranks with the same shard of a parameter share its energy; energies of different shards simply add up."""
 
-    group: Any = None  # ranks that hold the same shard and parts of the same trajectories; None: this one alone
-    counts: bool = True  # False: another rank holds the same shard and the same rows, and counts them
+    group: Any = None  # ranks that hold the same shard and parts of the same trajectories; None: only this rank
+    counts: bool = True  # False: another rank with the same shard and the same rows counts them
 
 
 class Products(enum.Enum):
-    """What becomes of a trajectory's own weight gradient, where forming it is a way to its norm."""
+    """What becomes of a trajectory's own weight gradient, if it is formed to compute its norm."""
 
     NONE = enum.auto()  # only its norm is wanted
-    SMALLER = enum.auto()  # kept in place of the rows, for what is cheaper to form is also smaller
-    ALWAYS = enum.auto()  # formed even where the norm alone would be cheaper, for it is going to be used twice
+    SMALLER = enum.auto()  # kept in place of the rows if it is cheaper to form, because it is then also smaller
+    ALWAYS = enum.auto()  # formed even where the norm alone would be cheaper, because it will be used twice
 
 
 class Contribution(Protocol):
     """One use of one parameter in one micro-batch."""
 
     def add_energies(self, into: Tensor, products: Products) -> None:
-        """Add the energies that this rank counts to `into`, [N] fp64; once, and a collective over the share's group."""
+        """Add the energies that this rank counts to `into`, [N] fp64. Call once; collective over the share's group."""
 
     def add_gradient(self, into: Tensor, coefficients: Values) -> None:
-        """Add sum_i c_i * (gradient of i) to `into`, of the parameter's shape, for c [N]; after `add_energies`.
+        """Add sum_i c_i * (gradient of i) to `into`, which has the parameter's shape, for c [N]; after `add_energies`.
 
-        Over the ranks whose gradients Megatron adds up it is complete. Trajectories with c_i = 0 stay out whatever
-        they hold, NaN included.
+        The sum is complete once Megatron has summed gradients over ranks. Trajectories with c_i = 0 are left out, even
+        if their rows hold NaN.
         """
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """Sum of squares of [r, d]: scalar fp64. Rows in their own dtype, which keeps the pass over a big product cheap."""
+    """Sum of squares of [r, d]: scalar fp64. Rows are summed in their own dtype: cheap even for a big product."""
     return torch.linalg.vecdot(values, values).double().sum()
 
 
 def working(*tensors: Tensor) -> list[Tensor]:
-    """The same in one dtype of at least fp32: products of half-precision rows would be rounded to half precision."""
+    """Tensors in a common dtype, at least fp32: products of half-precision rows would be rounded to half precision."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -69,19 +70,19 @@ def working(*tensors: Tensor) -> list[Tensor]:
 
 
 def weigh(g: Tensor, factors: Tensor) -> Tensor:
-    """Rows [t, d] times their factors [t], in at least fp32: rounded to half precision a factor would be another."""
+    """Rows [t, d] times their factors [t], in at least fp32: half precision would change the factors."""
     (g,) = working(g)
     return g * factors.to(g.dtype)[:, None]
 
 
 class OpenProducts:
-    """Gradients of trajectories whose rows come in pieces, as those of an output layer that runs chunk by chunk."""
+    """Gradients of trajectories whose rows arrive in pieces, from an output layer that runs chunk by chunk."""
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[Tensor, int]] = {}  # trajectory -> its gradient so far, rows still to come
+        self._open: dict[int, tuple[Tensor, int]] = {}  # trajectory -> its gradient so far, rows still missing
 
     def add(self, index: int, product: Tensor, rows: int, of: int) -> Tensor | None:
-        """Take the product of `rows` of the trajectory's `of` rows; its gradient when it is complete."""
+        """Add the product of `rows` of the trajectory's `of` rows; return its gradient once complete, else None."""
         before, left = self._open.pop(index, (None, of))
         total = product if before is None else before.add_(product)
         if left == rows:
@@ -99,8 +100,8 @@ class MatrixContribution:
     rows: Rows
     share: Share
     formed: list[tuple[int, Tensor]] = field(default_factory=list)  # trajectories and their gradients [d_out, d_in]
-    whole: Rows | None = None  # where these rows are a chunk: all of them, and
-    open: OpenProducts | None = None  # what the chunks have in common
+    whole: Rows | None = None  # if these rows are a chunk: the rows of all chunks, and
+    open: OpenProducts | None = None  # the gradients that the chunks add up in
 
     def add_energies(self, into: Tensor, products: Products) -> None:
         """The norm of g^T x by that product or by sum_ts (g_t.g_s)(x_t.x_s), whichever needs fewer multiplications.
@@ -143,7 +144,7 @@ class MatrixContribution:
                 into[index] += squared_norm(product)
 
     def _add_ghost_norms(self, into: Tensor) -> None:
-        """All trajectories at once: one product over all pairs of rows, where experts would have many tiny ones."""
+        """All trajectories at once: one product over all pairs of rows instead of many tiny ones (experts)."""
         if not self.share.counts:
             return
         owners, members = self.rows.membership
@@ -177,13 +178,13 @@ class MatrixContribution:
 class VectorContribution:
     """A bias or the weight of a norm: [d]."""
 
-    sums: Tensor  # [n, d] gradient of each member from this rank's rows
+    sums: Tensor  # [n, d] gradient of each of `rows.members`, from this rank's rows
     rows: Rows
     share: Share
 
     @staticmethod
     def of(values: Tensor, rows: Rows, share: Share) -> VectorContribution:
-        """From each row's term, [t, d]."""
+        """Sum the rows' terms, `values` [t, d], for each trajectory."""
         (values,) = working(values)
         sums = values.new_zeros(len(rows.members), values.size(1))
         slots = {index: slot for slot, index in enumerate(rows.members.tolist())}
@@ -209,7 +210,7 @@ class VectorContribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingContribution:
-    """A table of embeddings: this rank's `height` words from `first` on."""
+    """An embedding table, of which this rank holds `height` words, starting at `first`."""
 
     g: Tensor  # [t, d] gradient of each row's embedding
     words: Tensor  # [t] int64, global

@@ -1,4 +1,4 @@
-"""ExactEnergies: backward passes that measure, over minibatches of one model."""
+"""ExactEnergies: backward passes that measure the energies of minibatches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_vcpo.runtime.agreement import raise_together
 
 
 class Measured(NamedTuple):
-    """What one pass found out about the trajectories of a minibatch, on every rank: [N] fp64 each."""
+    """What one pass measured of the trajectories of a minibatch: [N] fp64 each, the same on every rank."""
 
     log_weights: Tensor
     energies: Tensor  # E_i for `trajectory_log_energies`
@@ -32,11 +32,11 @@ class Measured(NamedTuple):
 
 @dataclass(kw_only=True)
 class EnergyPass:
-    """One backward pass over a minibatch that measures."""
+    """A measuring backward pass over a minibatch that is under way."""
 
     collector: EnergyCollector
-    columns: Tensor  # [3, N] fp64: log-weights, lengths, what the gradients were multiplied with; last stage only
-    owners: dict[int, MicroBatchRows] = field(default_factory=dict)  # id of a micro-batch -> whose rows
+    columns: Tensor  # [3, N] fp64: log-weights, lengths, factors of the gradients; last stage only
+    owners: dict[int, MicroBatchRows] = field(default_factory=dict)  # id of a micro-batch -> owners of its rows
 
 
 class ExactEnergies:
@@ -87,13 +87,13 @@ class ExactEnergies:
         products: Products = Products.NONE,
         finalize: bool = False,
     ) -> Iterator[None]:
-        """The schedule's passes within measure, and form no gradient but through the sink.
+        """Within this context the schedule's passes measure, and form gradients only through the sink.
 
         Args:
             num_trajectories: N of the minibatch.
             sink: takes every contribution.
-            products: what the sink wants of trajectories' own gradients.
-            finalize: leave the schedule's hook that finalizes gradients in place.
+            products: whether the sink uses the trajectories' own weight gradients.
+            finalize: keep the schedule's hook that finalizes gradients.
         """
         collector = EnergyCollector(
             self.layout,
@@ -114,7 +114,7 @@ class ExactEnergies:
 
     @contextmanager
     def forward(self, micro: MicroBatch, packed_seq_params: Any) -> Iterator[None]:
-        """Around the model's forward of one micro-batch, whose rows' owners ride on its packed_seq_params."""
+        """Wrap the model's forward of one micro-batch; attaches the owners of its rows to `packed_seq_params`."""
         current = self._current()
         if id(micro) not in current.owners:
             cp_rank = self.layout.cp.rank() if micro.context_rows is not None else 0
@@ -124,7 +124,7 @@ class ExactEnergies:
             yield
 
     def loss(self, micro: MicroBatch, logprobs: Tensor, factors: Tensor | None = None) -> Tensor:
-        """What a measuring pass back-propagates: sum_t a_it log p_it over the trajectories, times `factors` of theirs.
+        """What a measuring pass back-propagates: sum_i factors_i sum_t a_it log p_it.
 
         Args:
             micro: the micro-batch.
@@ -147,11 +147,11 @@ class ExactEnergies:
         used = weights != 0.0
         loss = (torch.where(used, weights, 0.0).to(logprobs.dtype) * torch.where(used, logprobs, 0.0)).sum()
 
-        def record(gradient: Tensor) -> None:  # the loss scale, and whatever else the schedule multiplies with
+        def record(gradient: Tensor) -> None:  # the loss scale and anything else that the schedule multiplies by
             columns[2, index] = gradient.double() * factors
 
         loss.register_hook(record)
-        return loss * 1.0  # the schedule may change its loss in place, where the hook would not see it
+        return loss * 1.0  # a copy: the schedule may scale its loss in place, which the hook would not see
 
     def weights_and_lengths(self, micro: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Log-weights and response lengths of a micro-batch's trajectories: [n] fp64 each."""
@@ -161,7 +161,7 @@ class ExactEnergies:
         return log_weights, segment_sum(micro.response_mask.double(), ids, micro.num_trajectories)
 
     def reduce(self) -> Measured:
-        """The findings so far, on every rank; collective over all of them, within the pass, between micro-batches."""
+        """What was measured so far; collective over all ranks, within the pass, between micro-batches."""
         current = self._current()
         table = current.collector.reduce()
         columns = current.columns.clone()
@@ -169,7 +169,7 @@ class ExactEnergies:
             sum_over(columns, self.groups.dp)  # each trajectory is on exactly one data-parallel rank
         from_last_stage(columns, self.groups.pp)
         log_weights, lengths, factors = columns
-        # By its kind of parameter, for whoever wants to look; what was multiplied with 0 was not measured at all.
+        # Kept by kind of parameter, for inspection. A trajectory with factor 0 was not measured at all.
         self.by_kind = torch.where(factors != 0.0, table / factors.square(), 0.0)
         return Measured(log_weights, self.by_kind.sum(0), lengths)
 

@@ -1,4 +1,4 @@
-"""Experts see rows that were dispatched to them, from other ranks too: the owners' numbers take the same way."""
+"""Experts see rows dispatched to them, also from other ranks, so the owners' indices are dispatched the same way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_vcpo.mcore.energies.rules import Undo, shadow
 
 
 def moe_layer(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
-    """Dispatch the owners beside the hidden states, and let each expert know its rows."""
+    """Dispatch the owners along with the hidden states, and tell each expert the owners of its rows."""
 
     def wrap(base: Any) -> Callable[..., Any]:
         def dispatch_preprocess(hidden: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
@@ -44,10 +44,10 @@ def _enter(collector: EnergyCollector, position: int) -> Callable[..., None]:
 
 @torch.no_grad()
 def dispatched_rows(dispatcher: Any, rows: Rows, shape: torch.Size, routing_map: Tensor, probs: Tensor) -> list[Rows]:
-    """Owners of the rows that each local expert receives; a collective of the ranks that dispatch to each other.
+    """Owners of the rows that each local expert receives; collective over the ranks that dispatch to each other.
 
     Args:
-        dispatcher: the layer's own, of which a shallow copy sends one column of numbers.
+        dispatcher: the layer's dispatcher; a shallow copy of it sends one column of numbers.
         rows: owners of this rank's rows before the dispatch.
         shape: of the hidden states, [s, b].
         routing_map: [t, experts] bool.
@@ -57,7 +57,7 @@ def dispatched_rows(dispatcher: Any, rows: Rows, shape: torch.Size, routing_map:
     vars(courier).pop("dispatch_preprocess", None)
     courier.shared_experts = None
     courier.config = copy.copy(dispatcher.config)
-    courier.config.moe_permute_fusion = False  # the fused kernels want wider rows; the order is the same
+    courier.config.moe_permute_fusion = False  # the fused kernels need wider rows; the order is the same
     column = torch.from_numpy(rows.ids).to(probs.device, torch.float32).view(*shape, 1)  # exact up to 2^24
     sent = courier.token_dispatch(*courier.dispatch_preprocess(column, routing_map, probs.detach()))
     received, counts, _ = courier.dispatch_postprocess(*sent)

@@ -1,13 +1,13 @@
-"""From exact energies to a step's gradient, in three ways.
+"""Three methods (--vcpo-energy-method) to get a step's gradient with exact energies.
 
-two-pass      a backward that only measures, then the ordinary step with baselines that are known
+two-pass      a backward that only measures, then the ordinary step with known baselines
 deferred      the step's own backward measures; inputs and output gradients are kept until the baselines are known, and
-              the weight gradients are formed then
-accumulators  the step's own backward measures and adds up two gradients, one with R_i and one with 1 in the place of
-              (R_i - b); the one baseline of the minibatch combines them
+              the weight gradients are formed only then
+accumulators  the step's own backward measures and adds up two gradients, one with R_i and one with 1 in place of
+              (R_i - b); the minibatch's single baseline combines them
 
-The last two form gradients of the policy's part alone. Penalties and auxiliary losses, which no advantage multiplies,
-then take a backward of their own.
+The last two form only the gradients of the policy term. Penalties and auxiliary losses, which no advantage multiplies,
+then need a backward of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Values = npt.NDArray[np.float64]
 
 
 class Step(Protocol):
-    """What a way needs of the policy step."""
+    """What these methods need of the policy step."""
 
     minibatch: PackedMinibatch | None
 
@@ -41,16 +41,16 @@ class Step(Protocol):
         """A pass of the schedule over the minibatch, beside the step's own."""
 
     def close_pass(self) -> None:
-        """Close the books on the routes of a backward pass."""
+        """Check that every layer read the routes of the backward pass that just ended."""
 
     def set_baselines(self, measured: Measured) -> None:
-        """Baselines of the minibatch from exact energies."""
+        """Set the minibatch's baselines from what was measured."""
 
     def evaluate(self, micro: MicroBatch, output: dict[str, Tensor]) -> Any:
-        """The loss of one micro-batch; its metrics are taken into the step's."""
+        """The loss of one micro-batch; its metrics are added to the step's."""
 
     def forget_metrics(self) -> None:
-        """Begin again with the step's metrics."""
+        """Drop the step's metrics so far."""
 
     def applied_factors(self, log_weights: Tensor, lengths: Tensor) -> Tensor:
         """What multiplies -(R_i - b_i) * scale_i * grad sum_t a_it log p_it in the step's gradient: [n] fp64."""
@@ -59,7 +59,8 @@ class Step(Protocol):
 def applied_factors(
     log_weights: Tensor, lengths: Tensor, batch: PackedMinibatch, config: VCPOConfig, max_response_length: int
 ) -> Tensor:
-    """a_i * k_i / N, times the rows that Megatron divides gradients by: [n] fp64, 0 where lam_i is not finite."""
+    """a_i * k_i / N times the number of rows that Megatron divides gradients by: [n] fp64, 0 where lam_i is not
+    finite."""
     normalizers = length_normalizers(
         lengths,
         config,
@@ -73,22 +74,22 @@ def applied_factors(
 
 
 class TwoPass:
-    """Works everywhere, with any loss; costs a second forward and backward."""
+    """Measures in a pass of its own: works with any model and loss, but costs a second forward and backward."""
 
     def __init__(self, energies: ExactEnergies) -> None:
         self.energies = energies
 
     @property
     def measuring(self) -> bool:
-        """Whether the passes under way measure."""
+        """Whether a measuring pass is under way."""
         return self.energies.measuring
 
     def forward(self, micro: MicroBatch, packed_seq_params: Any) -> AbstractContextManager[None]:
-        """Around the model's forward of one micro-batch."""
+        """Wrap the model's forward of one micro-batch."""
         return self.energies.forward(micro, packed_seq_params)
 
     def begin(self, step: Step, model: list[Any], forward_backward: Any) -> None:
-        """Before the step's own passes; collective over all ranks."""
+        """Call before the step's own passes; collective over all ranks."""
         assert step.minibatch is not None
         with router_statistics_kept(model), self.energies.measuring_pass(step.minibatch.num_trajectories):
             step.run_pass(model, forward_backward, forward_only=False)
@@ -101,11 +102,11 @@ class TwoPass:
         return self.energies.loss(micro, output["logprobs"]), {}
 
     def settle(self, step: Step, model: list[Any]) -> None:
-        """After the step's last backward and before its gradients are reduced; collective over all ranks."""
+        """Call after the step's last backward, before its gradients are reduced; collective over all ranks."""
 
 
 class _OnePass(TwoPass):
-    """The step's own backward measures; its gradients are complete when `settle` has been called."""
+    """Measures in the step's own backward; its gradients are complete once `settle` has run."""
 
     products: Products
 
@@ -122,7 +123,7 @@ class _OnePass(TwoPass):
         self._forward_backward = forward_backward
         self._outputs = []
         self._reset(step.minibatch)
-        if self.with_penalties:  # their own pass is then the one that counts
+        if self.with_penalties:  # then only the penalties' own pass may count
             self._open.enter_context(router_statistics_kept(model))
         self._open.enter_context(
             self.energies.measuring_pass(
@@ -131,7 +132,7 @@ class _OnePass(TwoPass):
         )
 
     def loss(self, step: Step, micro: MicroBatch, output: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        logged = output["logprobs"].new_tensor([0.0, 1.0])  # the loss is not known yet, and filled in by settle()
+        logged = output["logprobs"].new_tensor([0.0, 1.0])  # the loss is not known yet; settle() fills it in
         self._outputs.append((micro, {name: value.detach() for name, value in output.items()}, logged))
         return self.energies.loss(micro, output["logprobs"], self._backward_factors(step, micro, output)), {
             "vcpo loss": logged
@@ -154,7 +155,7 @@ class _OnePass(TwoPass):
                 logged[0] = step.evaluate(micro, output).loss
 
     def _add_penalties(self, step: Step, model: list[Any]) -> None:
-        """Gradients of everything that no advantage multiplies: the ordinary pass, with every advantage zero."""
+        """Add the gradients of everything that no advantage multiplies: an ordinary pass with every advantage zero."""
         assert step.minibatch is not None
         step.close_pass()
         step.minibatch.baselines = step.minibatch.rewards.double()
@@ -175,10 +176,10 @@ class _OnePass(TwoPass):
 
 
 class Deferred(_OnePass):
-    """Keeps rows, or the trajectories' gradients where those are smaller, until their baselines are known.
+    """Keeps rows, or the trajectories' weight gradients where they are smaller, until the baselines are known.
 
-    Without pipeline stages a group's baseline is known once its micro-batch has gone back, where a micro-batch holds
-    whole groups; otherwise at the end of the step.
+    Without pipeline stages, and if micro-batches hold whole groups, a group's baseline is known after the backward of
+    its micro-batch; otherwise at the end of the step.
     """
 
     products = Products.SMALLER
@@ -212,13 +213,13 @@ class Deferred(_OnePass):
         coefficients = -advantages * step.applied_factors(measured.log_weights, measured.lengths)
         values = torch.where(torch.isfinite(batch.rewards), coefficients, 0.0).cpu().numpy()
         self._kept.reverse()
-        while self._kept:  # let go of each as soon as it is used
+        while self._kept:  # free each as soon as it is used
             param, contribution = self._kept.pop()
             contribution.add_gradient(param.main_grad, values)
 
 
 class Accumulators(_OnePass):
-    """One more buffer of gradients. Rewards are taken from their mean, so that the combination keeps its precision."""
+    """Keeps a second gradient buffer. Rewards are centred on their mean, to keep the combination precise."""
 
     products = Products.ALWAYS
 
@@ -251,9 +252,9 @@ class Accumulators(_OnePass):
 
 
 def exact_energies(model: list[Any], groups: Any, config: VCPOConfig, device: torch.device) -> TwoPass | None:
-    """The way that --vcpo-energy-method asks for; None where no exact energies are asked for.
+    """The method that --vcpo-energy-method names; None if the baselines need no exact energies.
 
-    Collective over all ranks. Raises ConfigError, on all of them, for a model without exact energies.
+    Collective over all ranks. Raises ConfigError, on all of them, for a model that cannot be measured.
     """
     if config.energy != "exact" or not config.baseline.startswith("opob"):
         return None

@@ -1,4 +1,4 @@
-"""Backward passes that leave no trace but what they are made for."""
+"""Run extra backward passes without side effects on the step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CHANGED = ("grad_sync_func", "no_sync_func", "moe_grad_scale_func", "finalize_m
 
 @contextmanager
 def energy_schedule(config: Any, *, finalize: bool) -> Iterator[None]:
-    """Let Megatron's schedule run a backward with frozen parameters: no gradients to synchronize, no auxiliary losses.
+    """Let Megatron's schedule run a backward with frozen parameters: no gradient synchronization, no auxiliary losses.
 
-    The loss scale stays, for half precision needs it; energies are divided by what it really was.
+    The loss scale stays because half precision needs it; the energies are divided by the scale that was applied.
 
     Args:
         config: the transformer config that the schedule reads.
@@ -37,7 +37,7 @@ def energy_schedule(config: Any, *, finalize: bool) -> Iterator[None]:
 
 @contextmanager
 def silent_finalization(config: Any) -> Iterator[None]:
-    """A pass of the schedule within the finalization of another."""
+    """Disable the hook that finalizes gradients, for a pass of the schedule that runs inside that hook."""
     before, config.finalize_model_grads_func = config.finalize_model_grads_func, None
     try:
         yield
@@ -47,9 +47,9 @@ def silent_finalization(config: Any) -> Iterator[None]:
 
 @contextmanager
 def router_statistics_kept(model: list[Any]) -> Iterator[None]:
-    """Counters that routers move in every training forward, and Megatron's log of their losses, as they were before.
+    """Restore, on exit, the counters that routers change in every training forward and Megatron's log of their losses.
 
-    A pass more than the step's own would count every token twice.
+    Otherwise a pass beside the step's own would count every token twice.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 

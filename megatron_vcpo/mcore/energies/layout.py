@@ -27,14 +27,14 @@ class EnergyLayout:
     pp: Any
     dp_cp: Any
     embd: Any  # first and last pipeline stage
-    experts: Any  # ranks with the same experts that see rows of the same trajectories; None: none but this one
+    experts: Any  # ranks with the same experts that see rows of the same trajectories; None: only this rank
 
     @staticmethod
     def of(groups: Any, *, with_experts: bool) -> EnergyLayout:
         """From Megatron-Core's ProcessGroupCollection; collective over all ranks for a model with experts.
 
         Raises:
-            ConfigError: a group that energies need is missing; without it they would be wrong silently.
+            ConfigError: a group that energies need is missing; without it they would be silently wrong.
         """
         names = ("tp", "cp", "tp_cp", "pp", "dp", "dp_cp", "embd", *(("tp_ep", "expt_dp") if with_experts else ()))
         if missing := [name for name in names if not hasattr(groups, name)]:
@@ -49,41 +49,42 @@ class EnergyLayout:
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
+        """Number of tensor-parallel ranks."""
         return group_size(self.tp)
 
     @property
     def tp_rank(self) -> int:
-        """This rank among them."""
+        """This rank's index among the tensor-parallel ranks."""
         return dist.get_rank(self.tp) if self.tp_size > 1 else 0
 
     @property
     def sharded(self) -> Share:
-        """A parameter of which every tensor-parallel rank holds another shard and all rows, as linear layers do."""
+        """For a parameter of which each tensor-parallel rank holds its own shard and sees all rows (linear layers)."""
         return Share(group=_shared(self.cp))
 
     @property
     def replicated(self) -> Share:
-        """A parameter that every tensor-parallel rank holds, with all rows."""
+        """For a parameter that every tensor-parallel rank holds whole, seeing all rows."""
         return Share(group=_shared(self.cp), counts=self.tp_rank == 0)
 
     @property
     def partial(self) -> Share:
-        """A parameter that every tensor-parallel rank holds, with other rows or other heads."""
+        """For a parameter that every tensor-parallel rank holds whole, each seeing different rows or heads."""
         return Share(group=_shared(self.tp_cp) if self.tp_size > 1 else _shared(self.cp))
 
     @property
     def expert(self) -> Share:
-        """A parameter of an expert."""
+        """For a parameter of an expert."""
         return Share(group=self.experts)
 
 
 def _expert_share(groups: Any) -> Any:
-    """The ranks that hold this rank's experts and see other rows of the same trajectories, where there are any.
+    """Group of ranks with this rank's experts and other rows of the same trajectories; None if there are none.
 
-    Experts receive rows from the ranks of their tp_ep group, whose trajectories are those of their data-parallel
-    indices. Of the ranks with the same experts (expt_dp), those whose tp_ep groups have an index in common share
-    trajectories: where experts are split over fewer tensor-parallel ranks than the rest, or with context parallelism.
+    Experts receive rows from the ranks of their tp_ep group; the data-parallel indices of those ranks say which
+    trajectories. Ranks with the same experts (expt_dp) share trajectories if their tp_ep groups have an index in
+    common. This happens when experts are split over fewer tensor-parallel ranks than the rest, or with context
+    parallelism.
     """
     if group_size(groups.expt_dp) == 1:
         return None
@@ -109,10 +110,10 @@ def _expert_share(groups: Any) -> Any:
 
 
 def _group_of(ranks: list[int], groups: Any) -> Any:
-    """A process group of these ranks: one of Megatron's where there is one, else a new one; called by all ranks."""
+    """A process group of these ranks: one of Megatron's if it has one, else a new one; collective over all ranks."""
     known = [getattr(groups, name, None) for name in ("expt_dp", "cp", "tp", "tp_cp", "dp_cp")]
     same = [group for group in known if group is not None and dist.get_process_group_ranks(group) == ranks]
-    # All classes have one shape, so either every rank finds its own class among Megatron's groups or none does.
+    # All classes have the same shape, so either every rank finds its own class among Megatron's groups or none does.
     every = torch.tensor(int(bool(same) or dist.get_rank() not in ranks), device=collective_device())
     dist.all_reduce(every, dist.ReduceOp.MIN)
     if every.item():
@@ -121,7 +122,7 @@ def _group_of(ranks: list[int], groups: Any) -> Any:
 
 
 def share_classes(sources: list[tuple[int, set[int]]]) -> list[list[int]]:
-    """Ranks in classes such that ranks with an index in common are in one: [(rank, indices)] -> sorted ranks each."""
+    """Partition [(rank, indices)] into classes of ranks with indices in common; the sorted ranks of each class."""
     classes: list[tuple[list[int], set[int]]] = []
     for rank, indices in sources:
         joined, rest = ([rank], set(indices)), []

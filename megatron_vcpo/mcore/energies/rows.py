@@ -1,4 +1,4 @@
-"""Whose a row of an activation matrix is, and how the ranks that share a trajectory bring its rows together."""
+"""Which trajectory owns each row of an activation matrix, and how ranks that share a trajectory gather its rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(eq=False, kw_only=True)
 class Rows:
-    """Owners of the rows of an activation matrix, known on the host so that a GPU need not be waited for."""
+    """Owners of the rows of an activation matrix, kept on the host so that nothing waits for a GPU."""
 
-    ids: Ids  # [t] trajectory of the minibatch, -1 for rows of none
+    ids: Ids  # [t] trajectory of the minibatch, -1 for rows without an owner
     device: torch.device
-    members: Ids = field(default_factory=lambda: np.zeros(0, np.int64))  # of the whole micro-batch, on all its ranks
+    members: Ids = field(default_factory=lambda: np.zeros(0, np.int64))  # owners in the whole micro-batch, any rank
     _exchanges: dict[int, Exchange] = field(default_factory=dict)
 
     @cached_property
@@ -39,7 +39,7 @@ class Rows:
 
     @cached_property
     def counts(self) -> dict[int, int]:
-        """Rows of each trajectory here."""
+        """Number of rows here for each trajectory."""
         owners, counts = np.unique(self.ids[self.ids >= 0], return_counts=True)
         return dict(zip(owners.tolist(), counts.tolist()))
 
@@ -50,27 +50,27 @@ class Rows:
         return self._on_device(owners), self._on_device(owners[:, None] == self.ids[None])
 
     def part(self, rank: int, size: int) -> Rows:
-        """The contiguous slice that one of `size` sequence-parallel ranks holds."""
+        """The contiguous slice that sequence-parallel rank `rank` of `size` holds."""
         return Rows(ids=np.split(self.ids, size)[rank], device=self.device, members=self.members)
 
     def chunk(self, start: int, stop: int, ranks: int) -> Rows:
-        """Rows start : stop of each of `ranks` sequence-parallel ranks, rank by rank, as a gather brings them."""
+        """Rows start : stop of each of `ranks` sequence-parallel ranks, rank by rank, in the order of a gather."""
         ids = self.ids.reshape(ranks, -1)[:, start:stop].reshape(-1)
         return Rows(ids=ids, device=self.device, members=self.members)
 
     def without(self, owners: list[int]) -> tuple[Rows, Tensor]:
-        """The rows of other trajectories, and their indices here; rows of none stay out too."""
+        """The rows of all other trajectories, and their indices here; rows without an owner are left out too."""
         index = np.flatnonzero(~np.isin(self.ids, [-1, *owners]))
         return Rows(ids=self.ids[index], device=self.device, members=self.members), self._on_device(index)
 
     def coefficients(self, values: npt.NDArray[np.float64]) -> tuple[Tensor, Tensor | None]:
-        """Each row's value of its trajectory, and the rows to keep where some trajectory's value is 0 (else None).
+        """For each row its trajectory's value, and the rows to keep if some trajectory's value is 0 (else None).
 
         Args:
             values: [N] of the minibatch.
 
         Returns:
-            [t'] fp64 for the rows kept (0 for rows of none), and [t'] indices.
+            [t'] fp64 for the rows kept (0 for rows without an owner), and [t'] indices.
         """
         of_rows = np.append(values, 0.0)[self.ids]
         keep = (of_rows != 0.0) | (self.ids < 0)
@@ -80,7 +80,7 @@ class Rows:
         return self._on_device(of_rows[index]), self._on_device(index)
 
     def exchange(self, group: Any) -> Exchange:
-        """The plan by which the ranks of `group` hand each trajectory's rows to one of them; made once per group."""
+        """The plan by which the ranks of `group` send each trajectory's rows to one of them; made once per group."""
         if id(group) not in self._exchanges:
             self._exchanges[id(group)] = Exchange(self, group)
         return self._exchanges[id(group)]
@@ -90,10 +90,11 @@ class Rows:
 
 
 class Exchange:
-    """Rows of trajectories that several ranks hold parts of, each trajectory's to its owner, index modulo ranks.
+    """Sends all rows of a trajectory that several ranks hold parts of to its owner: rank = index modulo ranks.
 
-    Only then is a norm the norm of the whole gradient. Sending rows costs t * (d_in + d_out) numbers a layer, where
-    summing the products would cost d_in * d_out for every trajectory; and the owners share the products' work.
+    A norm is that of the whole gradient only if one rank has all rows. Sending rows costs t * (d_in + d_out) numbers a
+    layer, while summing the products would cost d_in * d_out for every trajectory; besides, the owners share the work
+    of the products.
     """
 
     def __init__(self, rows: Rows, group: Any) -> None:
@@ -111,7 +112,7 @@ class Exchange:
         self.rows = Rows(ids=ids.cpu().numpy(), device=rows.device)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """[t, ...] of this rank's rows as [t', ...] of the rows it owns; a collective of the group."""
+        """Values [t, ...] of this rank's rows to values [t', ...] of the rows it owns; collective over the group."""
         out = values.new_empty(sum(self._receive), *values.shape[1:])
         dist.all_to_all_single(out, values[self._order].contiguous(), self._receive, self._send, group=self.group)
         return out

@@ -1,7 +1,7 @@
-"""One rule for each kind of module with parameters: where its input and the gradient of its output are to be had.
+"""One rule for each kind of module with parameters: where to get its input and the gradient of its output.
 
-Every rule hooks one module and leaves how to unhook it in `undo`. What it watches for is the gradient of an output
-tensor; the input is kept until then.
+Every rule hooks one module and appends to `undo` how to unhook it. It waits for the gradient of an output tensor and
+keeps the input until then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gathered(values: Tensor, group: Any) -> Tensor:
 
 
 def shadow(undo: Undo, target: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Put a wrapped method on one instance."""
+    """Replace a method of this one instance by its wrapped version."""
     setattr(target, name, wrap(getattr(target, name)))
     undo.append(lambda: delattr(target, name))
 
@@ -47,7 +47,7 @@ def shadow(undo: Undo, target: Any, name: str, wrap: Callable[[Any], Any]) -> No
 
 
 def linear(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
-    """Column- and row-parallel linear layers, the output layer and experts: every rank's shard with all rows."""
+    """Column- and row-parallel linear layers, the output layer and experts: every rank has its shard and all rows."""
     kind = "expert" if module.is_expert else "linear"
     share = collector.layout.expert if module.is_expert else collector.layout.sharded
     if name.endswith("output_layer"):
@@ -77,8 +77,8 @@ def _matrix(collector: EnergyCollector, kind: str, share: Any, base: Any) -> Cal
 
 
 def _output(collector: EnergyCollector, base: Any) -> Callable[..., Tensor]:
-    """Like any other, but only rows that the loss reads have a gradient, the weight may be the embedding's, and the
-    layer may run chunk by chunk (--vcpo-logit-chunk)."""
+    """Like any linear layer, except that only rows that the loss reads have a gradient, the weight may be the
+    embedding's, and the layer may run chunk by chunk (--vcpo-logit-chunk)."""
 
     def forward_impl(input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = base(input, weight, *args, **kwargs)
@@ -86,7 +86,7 @@ def _output(collector: EnergyCollector, base: Any) -> Callable[..., Tensor]:
             owners, share = collector.current, collector.layout.sharded
             assert owners is not None
             ranks = collector.layout.tp_size if kwargs["sequence_parallel"] else 1
-            width = out.size(-1)  # a hook that holds its own tensor would keep the logits until a garbage collection
+            width = out.size(-1)  # a hook that refers to `out` would keep the logits until a garbage collection
             rows, whole = owners.next_scored(out.numel() // width, ranks)
 
             def contribution(g: Tensor) -> Contribution:
@@ -102,7 +102,7 @@ def _output(collector: EnergyCollector, base: Any) -> Callable[..., Tensor]:
 
 
 def _linear_bias(collector: EnergyCollector, module: Any, out: Tensor) -> None:
-    """The bias is added to the output, here or by whatever takes both: its gradient is the output's, summed."""
+    """The bias is added to the output, here or by the caller that takes both: its gradient is the output's, summed."""
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     if not collector.listens(out, module.bias):
@@ -156,12 +156,12 @@ def normalized(module: Any, x: Tensor, *, rms: bool | None = None) -> Tensor:
 
 
 def embedding(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
-    """Word embeddings, split over the vocabulary; here the graph of an energy pass begins."""
+    """Word embeddings, split over the vocabulary; the graph of an energy pass begins here."""
 
     def hook(module: Any, _: Any, out: Tensor) -> None:
         if not torch.is_grad_enabled() or collector.current is None:
             return
-        out.requires_grad_()  # nothing before it does, all parameters being frozen
+        out.requires_grad_()  # nothing before it requires a gradient, since all parameters are frozen
         if not collector.listens(out, module.weight):
             return
         owners = collector.current
@@ -187,7 +187,7 @@ def embedding(collector: EnergyCollector, name: str, module: Any, undo: Undo) ->
 
 
 def router(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
-    """The router's gate: on every tensor-parallel rank, under sequence parallelism with other rows on each."""
+    """The router's gate: on every tensor-parallel rank; under sequence parallelism each of them sees different rows."""
     layout = collector.layout
     share = layout.partial if module.config.sequence_parallel else layout.replicated
 
@@ -229,11 +229,11 @@ def shared_expert_gate(collector: EnergyCollector, name: str, module: Any, undo:
     undo.append(module.register_forward_hook(hook).remove)
 
 
-# ---------------------------------------------------------------------- scopes: whose rows a part of the model sees
+# ---------------------------------------------------------------------- scopes: which rows a part of the model sees
 
 
 def layer_scope(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
-    """A layer's micro-batch is that of its packed_seq_params: a recomputed one runs while another is current."""
+    """Take a layer's micro-batch from its packed_seq_params: a recomputed layer runs while another one is current."""
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         owners = getattr(kwargs.get("packed_seq_params"), "energy_rows", None)

@@ -1,7 +1,7 @@
 """Tied embeddings: one weight with two uses, whose gradients A (output layer) and E (embedding) add up.
 
-||A + E||^2 = ||A||^2 + ||E||^2 + 2 <A, E>, and E is zero but for the rows of the trajectory's own words. So of A only
-those rows are needed: one for each token, as many numbers as the embedding's gradient has.
+||A + E||^2 = ||A||^2 + ||E||^2 + 2 <A, E>, and E is zero except in the rows of the trajectory's own words. So only
+those rows of A are needed: one for each token, as many numbers as the embedding's gradient has.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def output_part(
     collector: EnergyCollector, owners: MicroBatchRows, scored: Rows, x: Tensor, g: Tensor, *, first: int
 ) -> None:
-    """Keep A's rows of every token's own word.
+    """Keep A's row of every token's own word.
 
     Args:
-        collector: hears of it when all chunks of the output layer have come.
+        collector: notified once all chunks of the output layer have arrived.
         owners: the micro-batch.
-        scored: owners of the rows, all of the output layer's or a chunk of them.
+        scored: owners of the rows, which are all rows of the output layer or a chunk of them.
         x: [t, d] hidden states.
         g: [t, V / tp] gradient of the logits.
         first: this rank's first word.

@@ -1,7 +1,7 @@
-"""The rules of Transformer Engine's layers, which hide their communication: inputs and outputs are what is seen.
+"""The rules of Transformer Engine's layers, which hide their communication: only inputs and outputs are visible.
 
 Parameters and attributes as in megatron.core.extensions.transformer_engine 0.19.2 and Transformer Engine 2. A layer
-with frozen weights computes no weight gradient, and its input is kept by the hook instead.
+with frozen weights computes no weight gradient; the hook keeps the input instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_vcpo.mcore.energies.rules import Undo, flat, gathered, normalized
 
 
 def te_linear(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
-    """TELinear and its column- and row-parallel forms, among them experts that run one by one."""
+    """TELinear and its column- and row-parallel forms, including experts that run one by one."""
 
     def hook(module: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> None:
         out, x, layout = outputs[0], inputs[0], collector.layout
@@ -33,7 +33,7 @@ def te_linear(collector: EnergyCollector, name: str, module: Any, undo: Undo) ->
         expert, mode = ".local_experts." in name, module.parallel_mode
         split = module.sequence_parallel and layout.tp_size > 1 and not expert
         share = layout.expert if expert else layout.sharded
-        if mode is None and not expert:  # duplicated: Transformer Engine believes there is one rank, Megatron marks it
+        if mode is None and not expert:  # duplicated: Transformer Engine assumes one rank, but Megatron marks it
             split = getattr(module.weight, "sequence_parallel", False) and layout.tp_size > 1
             share = layout.partial if split else layout.replicated
         whole_x, whole_g = split and mode == "column", split and mode == "row"
@@ -56,7 +56,7 @@ def te_linear(collector: EnergyCollector, name: str, module: Any, undo: Undo) ->
 
 
 def te_layer_norm_linear(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
-    """TELayerNormColumnParallelLinear: the normalized input is computed again, and so is its gradient."""
+    """TELayerNormColumnParallelLinear: both the normalized input and its gradient are recomputed."""
 
     def hook(module: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> None:
         out, layout = outputs[0], collector.layout
@@ -79,7 +79,7 @@ def te_layer_norm_linear(collector: EnergyCollector, name: str, module: Any, und
 
         def norm_contribution(factor: Any, g: Tensor) -> Contribution:
             grad, weight = working(flat(g), module.weight.detach())
-            values = grad @ weight  # of this rank's outputs: a part of the gradient of the normalized input
+            values = grad @ weight  # from this rank's outputs: part of the gradient of the normalized input
             values = values * factor() if factor is not None else values
             contribution = VectorContribution.of(values, rows, layout.partial)
             if split or layout.tp_size == 1:
@@ -97,7 +97,7 @@ def te_layer_norm_linear(collector: EnergyCollector, name: str, module: Any, und
 
 
 def te_grouped_linear(collector: EnergyCollector, name: str, module: Any, undo: Undo) -> None:
-    """TEGroupedLinear: the weights of all local experts, `weight0` and so on, over rows that stand expert by expert."""
+    """TEGroupedLinear: the weights of all local experts, `weight0` and so on, over rows sorted by expert."""
 
     def hook(module: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Any]) -> None:
         out, (x, splits) = outputs[0], inputs[:2]
@@ -122,7 +122,7 @@ def _rows(values: Tensor) -> int:
 
 
 def te_rules() -> list[tuple[type, Any, tuple[str, ...]]]:
-    """(type of module, its rule, its parameters) where Transformer Engine is installed; the first that fits."""
+    """(type of module, its rule, its parameters), the first match applies; empty without Transformer Engine."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if not HAVE_TE:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_vcpo.config import ConfigError
 
-# (what makes it so, the flag and what to do)
+# (name of the setting, value that is supported, the flag and what to do)
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("mtp_num_layers", None, "--mtp-num-layers: heads that predict further tokens have no energies"),
     ("fp8", None, "--fp8-format: quantized rows give no exact norms"),
@@ -25,7 +25,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
 
 
 def require_supported(config: Any) -> None:
-    """Raise ConfigError, one sentence, for a transformer config, or Megatron's arguments, without exact energies."""
+    """Raise ConfigError (one sentence) if exact energies do not support a transformer config or Megatron's flags."""
     for name, harmless, reason in _REFUSED:
         if getattr(config, name, harmless) not in (harmless, None, False):
             _refuse(reason)

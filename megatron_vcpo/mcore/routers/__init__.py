@@ -1,1 +1,1 @@
-"""Routers of experts: replay of the engine's routes, accounting of what was replayed, and state that is kept."""
+"""Routers of experts: replay of the engine's routes, its statistics, and router state that must not change."""

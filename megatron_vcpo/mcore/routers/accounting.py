@@ -1,4 +1,4 @@
-"""What the sheets of a finished pass say: agreement of routers with what was replayed, and what was recorded."""
+"""Read a finished pass's sheets: how far routers agree with the replayed routes, and which routes were recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_vcpo.mcore.routers.replay import RouterReplay, RouteSheet
 
 
 def route_metrics(replay: RouterReplay, trajectories: Sequence[Trajectory], device: torch.device) -> dict[str, float]:
-    """Agreement of the training pass that was just finished; equal on every rank, collective over tp, cp, dp and pp.
+    """Agreement in the training pass that just finished; the same on every rank, collective over tp, cp, dp and pp.
 
     Args:
         replay: its `finished` sheets are read.
@@ -26,8 +26,9 @@ def route_metrics(replay: RouterReplay, trajectories: Sequence[Trajectory], devi
         device: for the collectives.
 
     Returns:
-        route_agreement/layer_<k>: share of replayed tokens whose experts layer k (from 0) would have chosen itself.
-        route_disagree_tokens: share of replayed tokens with any layer that would have chosen otherwise.
+        route_agreement/layer_<k>: share of replayed tokens for which layer k (from 0) would itself have chosen the same
+            experts.
+        route_disagree_tokens: share of replayed tokens for which some layer would have chosen other experts.
         route_missing: share of tokens that came without routes and were routed by the trainer; a trajectory's last
             token, which no engine processes and nothing depends on, is not counted.
     """
@@ -57,12 +58,12 @@ def route_metrics(replay: RouterReplay, trajectories: Sequence[Trajectory], devi
 
 
 def _row_flags(replay: RouterReplay, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows of this rank] each: whether any layer of any stage would have chosen otherwise, whether there were routes,
-    and whether it is the last token of its trajectory."""
+    """For each row of this rank, three flags: some layer of some stage would have chosen other experts, there were
+    routes, and the row is the last token of its trajectory."""
     differs: dict[int, Tensor] = {}
     known: dict[int, Tensor] = {}
     last: dict[int, Tensor] = {}
-    for sheet in replay.finished:  # a micro-batch has one sheet for each model chunk
+    for sheet in replay.finished:  # one sheet for each micro-batch and model chunk
         key = id(sheet.micro_batch)
         empty = torch.zeros(len(sheet.rows), dtype=torch.bool, device=sheet.rows.device)
         differs[key] = differs.get(key, empty) | (empty if sheet.differs is None else sheet.differs)
@@ -77,7 +78,7 @@ def _row_flags(replay: RouterReplay, trajectories: Sequence[Trajectory]) -> tupl
 
 
 def _last_tokens(micro: MicroBatch, trajectories: Sequence[Trajectory]) -> Tensor:
-    """[T] bool."""
+    """[T] bool: rows that hold the last token of a trajectory."""
     ends = [start + trajectories[index].num_tokens - 1 for index, start in zip(micro.indices, micro.starts)]
     flags = torch.zeros(micro.num_rows, dtype=torch.bool)
     flags[torch.tensor(ends, dtype=torch.int64)] = True
@@ -89,7 +90,7 @@ def recorded_routes(
 ) -> dict[int, RouteArray]:
     """Routes of this data-parallel rank's trajectories, from the `finished` sheets of a recording pass.
 
-    Collective over tp, cp and pp: every rank of them ends with the same.
+    Collective over tp, cp and pp, whose ranks all get the same result.
 
     Returns:
         Index in `trajectories` -> [P + L, layers, k].
@@ -109,7 +110,7 @@ def recorded_routes(
 
 
 def _whole_record(micro: MicroBatch, parts: Sequence[RouteSheet], groups: Any) -> Tensor:
-    """[T, layers, k] of all layers and rows, from what each rank and chunk saw."""
+    """[T, layers, k] over all layers and rows, assembled from what each rank and chunk recorded."""
     record = parts[0].record
     assert record is not None
     whole = torch.full((micro.num_rows, *record.shape[1:]), -1, dtype=torch.int32, device=record.device)

@@ -1,10 +1,10 @@
-"""Routing replay: the experts that served a token elsewhere serve it in the trainer's passes too.
+"""Routing replay: in the trainer's passes, a token uses the experts that it used in the engine.
 
-The seam is Megatron-Core's own: its router asks an object in `router.router_replay` for the top-k experts, and computes
-the gates from its own logits at whatever it is given, so that gradients reach it. Its `RouterReplay` class is not used:
-that keeps one global state for all micro-batches, and under 1F1B another micro-batch's forward runs between a forward
-and its recomputation. Here the routes ride on the micro-batch's PackedSeqParams, which every layer is given again when
-it is recomputed, and each micro-batch keeps the books on which layers have read it.
+It uses Megatron-Core's own hook: the router asks the object in `router.router_replay` for the top-k experts, and
+computes the gates of the experts it is given from its own logits, so that gradients reach it. Megatron-Core's
+`RouterReplay` class is not used: it keeps one global state for all micro-batches, but under 1F1B another micro-batch's
+forward runs between a forward and its recomputation. Here the routes are attached to the micro-batch's PackedSeqParams,
+which every layer receives again when it is recomputed, and each micro-batch counts which layers have read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class ReplayError(RuntimeError):
-    """Routes did not reach a router as they should have; training on would use wrong experts silently."""
+    """Routes did not reach a router as they should have; training on would silently use wrong experts."""
 
 
 @dataclass(slots=True)
@@ -36,13 +36,13 @@ class RouteSheet:
 
     micro_batch: MicroBatch
     rows: Tensor  # [n] int64: the micro-batch's rows that this rank's routers see
-    routes: Tensor | None  # [n, layers, k] int16 to be replayed, -1 where the router chooses itself
-    layers: frozenset[int]  # those of this model chunk, counted over layers with experts
-    record: Tensor | None = None  # [n, layers, k] int32 of what the routers chose, -1 in layers of other ranks
-    differs: Tensor | None = None  # [n] bool: the router itself would have chosen otherwise in some layer
+    routes: Tensor | None  # [n, layers, k] int16 to replay, -1 where the router chooses for itself
+    layers: frozenset[int]  # layers of this model chunk, numbered over the layers with experts
+    record: Tensor | None = None  # [n, layers, k] int32 experts that the routers chose, -1 in layers of other ranks
+    differs: Tensor | None = None  # [n] bool: in some layer the router itself would have chosen other experts
     agreement: dict[int, Tensor] = field(default_factory=dict)  # layer -> [2] rows that agree, rows replayed
     reads: dict[int, int] = field(default_factory=dict)  # layer -> how often a router read it
-    gradient_reads: dict[int, int] = field(default_factory=dict)  # the same, only where a gradient is recorded
+    gradient_reads: dict[int, int] = field(default_factory=dict)  # the same, but only reads with gradients enabled
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """The experts of a layer's tokens [n, k], given those that its router would choose."""
@@ -73,7 +73,7 @@ class RouteSheet:
 
 
 class _LayerSeam:
-    """What one router asks for its experts; `sheet` is set while its layer runs."""
+    """The object that one router asks for its experts; `sheet` is set while its layer runs."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -87,7 +87,7 @@ class _LayerSeam:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Stand in for megatron.core's RouterReplay.get_replay_topk: ([n, k] scores, [n, k] experts)."""
+        """Replaces megatron.core's RouterReplay.get_replay_topk: ([n, k] scores, [n, k] experts)."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.sheet is None:
@@ -97,7 +97,7 @@ class _LayerSeam:
 
     @contextmanager
     def reading(self, sheet: RouteSheet | None) -> Iterator[None]:
-        """Run a part of the layer with a micro-batch's sheet."""
+        """Run a part of the layer with this sheet of a micro-batch."""
         before, self.sheet = self.sheet, sheet
         try:
             yield
@@ -106,7 +106,7 @@ class _LayerSeam:
 
 
 class RouterReplay:
-    """Replays and records the routes of a model's micro-batches, and sees to it that each was read by every layer.
+    """Replays and records the routes of a model's micro-batches, and checks that every layer read each of them.
 
     Args:
         model: Megatron's list of model chunks on this rank, wrapped or not.
@@ -122,7 +122,7 @@ class RouterReplay:
         self.groups = groups
         self.config = get_model_config(model[0])
         refuse_unreplayable(self.config)
-        self.finished: list[RouteSheet] = []  # of the last pass
+        self.finished: list[RouteSheet] = []  # sheets of the last pass
         self._sheets: list[RouteSheet] = []
         self._recording = False
         self._off = False
@@ -130,7 +130,7 @@ class RouterReplay:
         numbers = _all_numbers([layer.layer_number for layers in found for layer in layers], groups.pp)
         if not numbers:
             raise ConfigError("--rollout-router-replay needs a model with experts (--num-experts); this one has none.")
-        self.layer_numbers = numbers  # [layers with experts] their places in the model, counted from 1
+        self.layer_numbers = numbers  # place in the model of each layer with experts, counted from 1
         self._layers: dict[int, frozenset[int]] = {}  # id of a chunk -> its layers with experts
         for chunk, layers in zip(model, found):
             indices = [numbers.index(layer.layer_number) for layer in layers]
@@ -140,13 +140,13 @@ class RouterReplay:
 
     @property
     def num_layers(self) -> int:
-        """Layers with experts, over all pipeline stages."""
+        """Number of layers with experts, over all pipeline stages."""
         return len(self.layer_numbers)
 
     # ------------------------------------------------------------------ one pass
 
     def require_routes(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise ReplayError, naming the trajectory, where one carries no routes."""
+        """Raise ReplayError, naming the trajectory, if one carries no routes."""
         for trajectory in trajectories:
             if trajectory.routed_experts is None:
                 raise ReplayError(
@@ -156,7 +156,7 @@ class RouterReplay:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Passes in which every router chooses itself."""
+        """Run passes in which every router chooses for itself."""
         before, self._off = self._off, True
         try:
             yield
@@ -165,7 +165,7 @@ class RouterReplay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Forward-only passes whose routers choose themselves and note what they chose in the sheets."""
+        """Run forward-only passes whose routers choose for themselves and record their choice in the sheets."""
         with self.suspended():
             self._recording = True
             try:
@@ -174,12 +174,12 @@ class RouterReplay:
                 self._recording = False
 
     def attach(self, packed: Any, micro_batch: MicroBatch, model: Any) -> None:
-        """Let a micro-batch's routes ride on its PackedSeqParams through one chunk's forward.
+        """Attach a micro-batch's routes to its PackedSeqParams for one chunk's forward.
 
         Args:
-            packed: Megatron-Core's PackedSeqParams of this call alone.
-            micro_batch: what the model will be given.
-            model: the chunk it will be given to.
+            packed: Megatron-Core's PackedSeqParams, used for this call only.
+            micro_batch: the model's input.
+            model: the chunk that will read it.
 
         Raises:
             ReplayError: the routes are those of another model.
@@ -204,7 +204,8 @@ class RouterReplay:
         self._sheets.append(sheet)
 
     def _rank_rows(self, micro_batch: MicroBatch) -> Tensor:
-        """Of a context-parallel rank's rows, those its routers see: its share of them under sequence parallelism."""
+        """The rows that this rank's routers see: those of its context-parallel rank or, under sequence parallelism, its
+        share of them."""
         if micro_batch.context_rows is None:
             rows = torch.arange(micro_batch.num_rows, device=micro_batch.tokens.device)
         else:
@@ -214,7 +215,7 @@ class RouterReplay:
         return rows.view(group_size(self.groups.tp), -1)[dist.get_rank(self.groups.tp)]
 
     def finish_pass(self, *, training: bool) -> list[RouteSheet]:
-        """Close the books on a pass: every layer must have read every micro-batch, and passed its gradient once.
+        """Check a finished pass: every layer read every micro-batch and, in training, passed its gradient once.
 
         Returns:
             The sheets of the pass, in the order of the forward calls; also kept in `finished` until the next pass.
@@ -237,7 +238,7 @@ class RouterReplay:
 
 
 def _expert_layers(chunk: Any) -> Iterator[Any]:
-    """Transformer layers of a model chunk whose MLP is a mixture of experts, without those of multi-token heads."""
+    """Transformer layers of a model chunk with a mixture of experts, except those of multi-token-prediction heads."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -257,7 +258,7 @@ def _all_numbers(own: list[int], pp_group: Any) -> list[int]:
 
 
 def _install(layer: Any, seam: _LayerSeam) -> None:
-    """Give a layer's router the seam, and the seam the sheet of the micro-batch that the layer is called with."""
+    """Give a layer's router the seam, and the seam the sheet of each micro-batch that the layer is called with."""
     layer.mlp.router.router_replay = seam
 
     def enter(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -273,7 +274,7 @@ def _install(layer: Any, seam: _LayerSeam) -> None:
 
 
 def _bind_recomputation(moe: Any, seam: _LayerSeam) -> None:
-    """--recompute-modules moe recomputes the MoE layer alone, out of reach of PackedSeqParams: bind the sheet to it."""
+    """--recompute-modules moe recomputes only the MoE layer, which gets no PackedSeqParams: bind the sheet to it."""
     from megatron.core import tensor_parallel
 
     stock = moe.forward
@@ -294,7 +295,7 @@ def _bind_recomputation(moe: Any, seam: _LayerSeam) -> None:
 
 
 def refuse_unreplayable(config: Any) -> None:
-    """Raise ConfigError on settings under which a router does not ask for its experts.
+    """Raise ConfigError on settings under which routers choose experts without asking `router_replay`.
 
     Args:
         config: TransformerConfig, or Megatron's arguments: the names are the same.

@@ -1,4 +1,4 @@
-"""Routers that keep still: frozen weights, frozen expert biases, and what a step that was not taken left put back."""
+"""Router state that must not change: frozen weights and biases, and what a step that was not taken must undo."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from megatron_vcpo.config import ConfigError
 
 
 def freeze_routers(model: Sequence[Any], *, weights: bool, expert_bias: bool) -> int:
-    """Freeze the routers of a model; before Megatron wraps it, since gradient buffers and optimizer are built then.
+    """Freeze the routers of a model. Call it before Megatron wraps the model and builds gradient buffers and optimizer.
 
     Args:
         model: this rank's model chunks.
         weights: the router's weight (and bias) gets no gradient.
-        expert_bias: auxiliary-loss-free balancing (--moe-router-enable-expert-bias) leaves its bias as it was loaded.
+        expert_bias: auxiliary-loss-free balancing (--moe-router-enable-expert-bias) does not change the bias that was
+            loaded.
 
     Returns:
-        Routers that were frozen; 0 on a pipeline stage without experts.
+        Number of routers frozen; 0 on a pipeline stage without experts.
 
     Raises:
         ConfigError: expert biases are to be frozen and the model has none.
@@ -37,29 +38,29 @@ def freeze_routers(model: Sequence[Any], *, weights: bool, expert_bias: bool) ->
 
 
 class ExpertBiases:
-    """The expert biases of a model as they were: part of the policy's version, like its weights."""
+    """A copy of a model's expert biases, which are part of the policy's version like its weights."""
 
     def __init__(self, model: Sequence[Any]) -> None:
-        """Copy them; a model without any costs nothing."""
+        """Copy the biases; costs nothing for a model without any."""
         biases = [router.expert_bias for router in _routers(model) if router.expert_bias is not None]
         self._saved = [(bias, bias.detach().clone()) for bias in biases]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back in place."""
+        """Copy them back into the model."""
         for bias, saved in self._saved:
             bias.copy_(saved)
 
 
 class RouterLog:
-    """What Megatron has logged of the routers' losses so far: every training forward adds to it."""
+    """A copy of Megatron's log of the routers' losses, to which every training forward adds."""
 
     def __init__(self) -> None:
-        """Copy it; a model without experts has none."""
+        """Copy the log; it is empty for a model without experts."""
         self._saved = {name: entry.values.clone() for name, entry in _logged()}
 
     def restore(self) -> None:
-        """Forget what passes have added since."""
+        """Drop what passes have added since."""
         for name, entry in _logged():
             entry.values.copy_(self._saved.get(name, torch.zeros_like(entry.values)))
 

@@ -1,4 +1,4 @@
-"""A PolicyStep for a model and an optimizer: built here, whoever's loop drives it."""
+"""The one place where a PolicyStep is built for a model and an optimizer, whatever loop drives it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def build_step(
     temperature: float,
     router_replay: bool,
 ) -> PolicyStep:
-    """A step with what its settings ask for, which may refuse the optimizer's updates; collective over all ranks.
+    """Build the step that the settings describe; it can refuse the optimizer's updates. Collective over all ranks.
 
     Args: those of `megatron_vcpo.register`.
 
     Raises:
-        ConfigError: on every rank; no gradient would reach the model.
+        ConfigError: on every rank, if no gradient would reach the model.
     """
     from megatron.core.utils import get_model_config
 
@@ -63,7 +63,8 @@ def build_step(
 
 
 def _cut_graph(model: list[Any]) -> ConfigError | None:
-    """A recomputed layer passes gradients on only where its input has one, and frozen embeddings give it none."""
+    """The error for frozen embeddings under full recomputation: a recomputed layer passes no gradient to its parameters
+    unless its input requires one, and frozen embeddings' output does not."""
     from megatron.core.utils import get_model_config
 
     if get_model_config(model[0]).recompute_granularity != "full":
@@ -80,11 +81,11 @@ def _cut_graph(model: list[Any]) -> ConfigError | None:
 
 
 def _packing_settings(transformer: Any, groups: Any, budget: int) -> PackingSettings:
-    """How this layout wants its micro-batches.
+    """How micro-batches must be packed for this layout.
 
     Args:
         transformer: Megatron-Core's TransformerConfig.
-        groups: process groups, dp and cp in them.
+        groups: process groups, with dp and cp.
         budget: tokens of one micro-batch.
     """
     interleaved = transformer.virtual_pipeline_model_parallel_size is not None
@@ -109,7 +110,7 @@ def equal_rows(transformer: Any) -> bool:
 
 
 def _guard_optimizer(optimizer: Any, step: PolicyStep) -> None:
-    """Let the step refuse an update: optimizer.step() of this one instance asks it first."""
+    """Let the step refuse an update: this instance's optimizer.step() goes through step.guard()."""
     shared_loss_scale.apply(optimizer)
     original = optimizer.step
     optimizer.step = types.MethodType(lambda self: step.guard(original), optimizer)

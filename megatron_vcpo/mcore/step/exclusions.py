@@ -1,8 +1,8 @@
-"""Which trajectories of a minibatch take no part in its step, decided alike on all ranks.
+"""Which trajectories of a minibatch take no part in its step; all ranks decide alike.
 
-What the trajectory itself shows is known before anything is packed. What only a forward pass shows (a log-prob of the
-policy or of the reference that is not finite) is marked where it is found; the minibatch is then made anew without it,
-so that the step is in every number the step that never had it.
+A trajectory that is itself not finite is left out before anything is packed. One for which a forward pass gives a
+log-prob (of the policy or the reference) that is not finite is marked; the minibatch is then rebuilt without it, so
+that every number of the step is as if the trajectory had never been there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.reductions import from_first_rank, from_last_stage, is_last_stage, sum_over
 
 _MAX_ROUNDS = 3
-"""A trajectory that is not finite under sound weights is so every time; where each pass finds new ones, the weights or
-the device of one rank are broken, and dropping what they touch would leave a minibatch that nobody chose."""
+"""With sound weights, every pass finds the same trajectories not finite. If each pass finds new ones, the weights or
+the device of some rank are broken, and dropping ever more trajectories would leave an arbitrary minibatch."""
 
 
 class Exclusions:
-    """The trajectories of one minibatch that are left out; collective where it says so."""
+    """The trajectories of one minibatch that are left out. Only methods that say so are collective."""
 
     def __init__(self, groups: Any, device: torch.device) -> None:
         """Args: process groups tp, pp, cp and dp; device of the collectives' tensors."""
@@ -34,14 +34,14 @@ class Exclusions:
         self._marks = torch.zeros(0)
 
     def begin(self, trajectories: Sequence[Trajectory]) -> None:
-        """Start with a minibatch, and leave out what shows by itself that it cannot be trained on."""
+        """Start a minibatch, and leave out trajectories that are themselves not finite."""
         self.given = tuple(trajectories)
         self._kept = [i for i, trajectory in enumerate(self.given) if trajectory.finite]
         self._rounds = 0
         self._clear()
 
     def is_of(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether these are the very trajectories that `begin` was given last."""
+        """Whether these are the same objects that `begin` was last given."""
         return len(trajectories) == len(self.given) and all(a is b for a, b in zip(trajectories, self.given))
 
     @property
@@ -51,16 +51,16 @@ class Exclusions:
 
     @property
     def excluded(self) -> frozenset[int]:
-        """Places in the minibatch of those that do not."""
+        """Places in the minibatch of the trajectories that take no part."""
         return frozenset(range(len(self.given))) - frozenset(self._kept)
 
     @property
     def exhausted(self) -> bool:
-        """Whether every pass found more, so that there is no point in going on."""
+        """Whether so many passes found new ones that it is pointless to go on."""
         return self._rounds > _MAX_ROUNDS
 
     def mark(self, indices: Sequence[int], usable: Tensor) -> None:
-        """Remember what a pass found of a micro-batch.
+        """Remember which trajectories of a micro-batch a pass found unusable.
 
         Args:
             indices: places of its trajectories among the kept ones.
@@ -71,12 +71,12 @@ class Exclusions:
             self._marks[index] += (~usable).double()
 
     def exclude_marked(self) -> bool:
-        """Leave out what was marked on any rank, and say whether there was any; collective over all ranks."""
+        """Leave out what any rank marked; returns whether there was anything. Collective over all ranks."""
         marks = self._marks
         if is_last_stage(self._groups.pp):
             sum_over(marks, self._groups.dp)
         from_last_stage(marks, self._groups.pp)
-        # Replicated arithmetic may differ between these ranks where numbers overflow.
+        # The same computation may differ between these ranks where numbers overflow.
         from_first_rank(marks, self._groups.tp)
         from_first_rank(marks, self._groups.cp)
         found = bool((marks > 0.0).any())

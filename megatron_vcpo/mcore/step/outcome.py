@@ -1,4 +1,4 @@
-"""StepOutcome: what became of one optimizer step. Loops decide by it, and the log is derived from it."""
+"""StepOutcome: the result of one optimizer step. Loops act on it, and the log is derived from it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """Whether the parameters changed, and if not, why."""
+    """Whether the parameters changed, and if not, why not."""
 
     TRAINED = "trained"
     OVERFLOW = "overflow"
-    """FP16's loss scaler met a gradient that is not finite and lowers its scale; the minibatch may be tried again."""
+    """FP16's loss scaler found a gradient that is not finite and lowered its scale; the minibatch may be tried
+    again."""
     SKIPPED = "skipped"
-    """The step was not fit to be made; trying it again would change nothing."""
+    """The step was unsound; trying it again would not help."""
     REPEAT = "repeat"
-    """Trajectories are not finite under the policy: give the same minibatch again, and they are left out."""
+    """Some trajectories are not finite under the policy; pass the same minibatch again and they are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """The same on every rank."""
+    """The result of one step, the same on every rank."""
 
     verdict: Verdict
     metrics: Mapping[str, float]
-    reason: str = ""  # of a step that was skipped
+    reason: str = ""  # why the step was skipped
     excluded: frozenset[int] = frozenset()  # places in the minibatch of trajectories that took no part
 
     @property

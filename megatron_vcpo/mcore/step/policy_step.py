@@ -2,8 +2,8 @@
 
 The order within a step: begin() packs (and, where baselines span micro-batches, scores) the trajectories; Megatron's
 schedule calls forward_step() for each micro-batch; finalize() runs after the last backward, reduces the effective
-sample size and sets the learning rate; guard() refuses an update that is not fit to be made; end() returns the metrics.
-Where `repeat` is set then, the same trajectories are to be given to begin() again: see exclusions.py.
+sample size and sets the learning rate; guard() refuses an unsound update; end() returns the metrics. If `repeat` is
+then set, pass the same trajectories to begin() again: see exclusions.py.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ ForwardBackward = Callable[..., list[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """What a step must know beside the objective's flags."""
+    """What a step must know besides the objective's flags."""
 
-    vocab_size: int  # real tokens; columns beyond it only pad
+    vocab_size: int  # real tokens; columns beyond them are padding
     temperature: float  # of the rollouts
     max_response_length: int
     packing: PackingSettings
-    sequence_length: int  # passed to Megatron's schedule where lengths vary: there it is only a label
-    fp16: bool = False  # Megatron's scaler then judges non-finite gradients
+    sequence_length: int  # given to Megatron's schedule where lengths vary, and without effect there
+    fp16: bool = False  # True: Megatron's loss scaler handles non-finite gradients
 
 
 class PolicyStep:
@@ -76,9 +76,9 @@ class PolicyStep:
     ) -> None:
         """Args:
         config: the objective.
-        settings: layout and sampling facts.
+        settings: layout and sampling.
         groups: Megatron-Core's ProcessGroupCollection with tp, pp, cp, dp and dp_cp.
-        scheduler: takes rho once a step.
+        scheduler: receives rho once a step.
         device: of the micro-batches.
         """
         self.config = config
@@ -93,8 +93,8 @@ class PolicyStep:
         self.energies: TwoPass | None = None  # with --vcpo-energy exact
         self.minibatch: PackedMinibatch | None = None
         self.skip_reason = ""
-        self.repeat = False  # the step was refused only to be made again without what turned out not to be finite
-        self.outcome: StepOutcome | None = None  # of the step that end() finished last
+        self.repeat = False  # refused only to be made again without trajectories that turned out not to be finite
+        self.outcome: StepOutcome | None = None  # of the last step that end() finished
         self._exclusions = Exclusions(groups, device)
         self._statistics = StepStatistics(config, groups, device)
         self._result: dict[str, float] = {}
@@ -123,10 +123,10 @@ class PolicyStep:
         """Prepare a minibatch; collective over all ranks, which must hold the same trajectories in the same order.
 
         Args:
-            trajectories: the whole minibatch, of all data-parallel ranks. Those that are not finite take no part; given
-                again after an attempt that set `repeat`, those that it found do not either.
+            trajectories: the whole minibatch, of all data-parallel ranks. Those that are not finite take no part; when
+                given again after an attempt that set `repeat`, neither do those that the attempt found.
             model: Megatron's list of model chunks.
-            forward_backward: Megatron's schedule, for passes that score only.
+            forward_backward: Megatron's schedule, for scoring passes.
             lag: age of the minibatch in optimizer steps.
         """
         if self.replay is not None:
@@ -139,11 +139,11 @@ class PolicyStep:
         self._lag = lag
         self.skip_reason = ""
         self._prepare(model, forward_backward)
-        self._statistics.reset()  # scoring and evaluation run the same hooks
+        self._statistics.reset()  # scoring and evaluation add to the same statistics
         self._result = {}
 
     def _prepare(self, model: list[Any], forward_backward: ForwardBackward) -> None:
-        """Build the minibatch and score it, again where a pass shows that a trajectory cannot be trained on."""
+        """Build the minibatch and score it; again whenever a pass shows that a trajectory cannot be trained on."""
         while True:
             trajectories = [] if self.skip_reason else self._exclusions.kept
             batch = self.minibatch = self._pack(trajectories)
@@ -164,7 +164,7 @@ class PolicyStep:
                 return
 
     def _found_more(self, model: list[Any]) -> bool:
-        """Whether the passes so far marked trajectories, which are now left out; collective over all ranks."""
+        """Leave out the trajectories marked so far; returns whether there were any. Collective over all ranks."""
         if not self._exclusions.exclude_marked():
             return False
         broken = broken_parameter(model)
@@ -176,7 +176,7 @@ class PolicyStep:
 
     @property
     def excluded(self) -> frozenset[int]:
-        """Places, in what begin() was given, of the trajectories that take no part in the step."""
+        """Places, among the trajectories given to begin(), of those that take no part in the step."""
         return self._exclusions.excluded
 
     @property
@@ -186,8 +186,8 @@ class PolicyStep:
 
     @property
     def sequence_length(self) -> int:
-        """What Megatron's schedule is given as seq_length and decoder_seq_length: the rows of a micro-batch where all
-        have the same number, and any length otherwise (it then exchanges shapes with every tensor)."""
+        """seq_length and decoder_seq_length for Megatron's schedule: the rows of a micro-batch if all have equally
+        many; otherwise any length will do (the schedule then exchanges shapes with every tensor)."""
         if self.settings.packing.alignment.equal_rows:
             return self._current().micro_batches[0].num_rows
         return self.settings.sequence_length
@@ -213,7 +213,7 @@ class PolicyStep:
     # ------------------------------------------------------------------ forward-only passes
 
     def score(self, model: list[Any], forward_backward: ForwardBackward) -> list[dict[str, Tensor]]:
-        """Token statistics of this rank's micro-batches under the model as it is; empty off the last stage.
+        """Token statistics of this rank's micro-batches under the current weights; empty except on the last stage.
 
         Returns:
             One dict {'logprobs', 'energy', 'entropy'} of [T] tensors for each micro-batch.
@@ -239,17 +239,18 @@ class PolicyStep:
         )
 
     def close_pass(self) -> None:
-        """Close the books on the routes of a backward pass that is not the step's last."""
+        """Check that every layer read the routes of a backward pass that is not the step's last."""
         if self.replay is not None:
             self.replay.finish_pass(training=True)
 
     def logprobs_of(
         self, trajectories: Sequence[Trajectory], *, model: list[Any], forward_backward: ForwardBackward
     ) -> dict[int, Float32Array]:
-        """The trainer's log-probs of trajectories' responses, at the rollouts' temperature; between steps only.
+        """The trainer's log-probs of trajectories' responses, at the rollouts' temperature. Call between steps only.
 
         Returns:
-            Index in `trajectories` -> [L], for those of this data-parallel rank; empty off the last pipeline stage.
+            Index in `trajectories` -> [L], for this data-parallel rank's trajectories; empty except on the last
+            pipeline stage.
         """
         self.minibatch = self._pack(trajectories)
         found: dict[int, Float32Array] = {}
@@ -290,7 +291,7 @@ class PolicyStep:
         self.set_baselines(Measured(*columns))
 
     def set_baselines(self, measured: Measured) -> None:
-        """Baselines of the minibatch from what a pass over it measured."""
+        """Set the minibatch's baselines from what a pass over it measured."""
         batch = self._current()
         if self.settings.fp16 and self.energies is not None:
             lost = torch.isfinite(measured.log_weights) & ~torch.isfinite(measured.energies)
@@ -321,18 +322,19 @@ class PolicyStep:
 
     def _loss(self, micro: MicroBatch, output: dict[str, Tensor], non_loss_data: bool = False) -> Any:
         if micro.context_rows is not None:
-            # From here on every context-parallel rank computes the whole loss; its gradient reaches its own rows.
+            # From here on every context-parallel rank computes the whole loss, and the gradient reaches only its own
+            # rows.
             output = gather_context_rows(output, micro.context_rows, self.groups.cp)
         if non_loss_data:
             return {name: value.detach().clone() for name, value in output.items()}
         # Megatron divides the gradients by the sum of the counts returned here, and scales the MoE auxiliary losses
-        # by the rows that passed the router: so the rows are what is returned, and the loss makes up for it.
+        # by the rows that passed the router: so the number of rows is returned, and the loss is multiplied by it.
         rows = torch.tensor(micro.tokens.size(1), dtype=torch.int, device=self.device)
         if self.energies is not None and self.energies.measuring:
             loss, logged = self.energies.loss(self, micro, output)
             return loss, rows, logged
         outputs = self.evaluate(micro, output)
-        # The schedule scales its loss in place: what is logged must be a copy.
+        # The schedule scales its loss in place, so the logged value must be a copy.
         logged = torch.stack([outputs.loss.detach().clone(), outputs.loss.new_ones(())])
         return outputs.loss * float(self._current().num_rows), rows, {"vcpo loss": logged}
 
@@ -367,11 +369,11 @@ class PolicyStep:
         return outputs
 
     def forget_metrics(self) -> None:
-        """Drop what passes beside the step's own have added to its metrics."""
+        """Drop the metrics that passes other than the step's own have added."""
         self._statistics.reset()
 
     def _check_loss(self, outputs: LossOutputs) -> None:
-        # A detached loss would train nothing, and nobody would notice.
+        # A detached loss would silently train nothing.
         scalar = isinstance(outputs, LossOutputs) and outputs.loss.dim() == 0
         if not scalar or (torch.is_grad_enabled() and not outputs.loss.requires_grad):
             raise ConfigError(
@@ -382,12 +384,12 @@ class PolicyStep:
     # ------------------------------------------------------------------ after the backward passes
 
     def settle(self, model: list[Any]) -> None:
-        """Complete the gradients; on all ranks, after the last backward and before gradients are reduced."""
+        """Complete the gradients. Call on all ranks after the last backward, before gradients are reduced."""
         if self.energies is not None:
             self.energies.settle(self, model)
 
     def finalize(self, model: list[Any]) -> None:
-        """Reduce the step's statistics, set its learning rate and decide whether it may be taken; on all ranks."""
+        """Reduce the step's statistics, set its learning rate and decide whether it may be taken. Call on all ranks."""
         batch = self._current()
         reduced = self._statistics.reduce()
         multiplier = self.scheduler.apply(reduced.rho, self._lag)
@@ -395,15 +397,15 @@ class PolicyStep:
         if reduced.usable == 0:
             self.skip_reason = self.skip_reason or "no trajectory has a finite importance weight"
         elif batch.num_response_tokens == 0:
-            # Moments and weight decay would move the parameters all the same.
+            # Without a gradient, Adam's moments and weight decay would still move the parameters.
             self.skip_reason = self.skip_reason or "no trajectory has a sampled token"
         self.repeat = found_more and not self.skip_reason
         broken = not self.settings.fp16 and not gradients_finite(model)
         if agree(multiplier, broken, what="The learning-rate multiplier", device=self.device) and not self._refused:
             self.skip_reason = "a gradient is not finite"
         if self._measuring_overflowed and not self._refused:
-            # The step's own backward may be small enough for a loss scale that the measuring one was not: its
-            # baselines are wrong all the same, so the scaler is to see the overflow, on every rank.
+            # The step's own backward may fit the loss scale even though the measuring one overflowed. Its baselines are
+            # still wrong, so the scaler must see an overflow, on every rank.
             for chunk in model:
                 chunk.buffers[0].grad_data.view(-1)[0] = math.inf
         routes = {}
@@ -421,7 +423,7 @@ class PolicyStep:
         }
 
     def _shares(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Shares of all trajectories that begin() was given, so that times their number they are counts."""
+        """Metrics as shares of all trajectories given to begin(), so that multiplying by their number gives counts."""
         given = max(1, len(self._exclusions.given))
         kept = self._current().num_trajectories / given
         return {
@@ -435,7 +437,7 @@ class PolicyStep:
         return self.repeat or bool(self.skip_reason)
 
     def guard(self, optimizer_step: Callable[[], tuple[bool, Any, Any]]) -> tuple[bool, Any, Any]:
-        """Stand in for optimizer.step(): take the step unless finalize() found a reason not to."""
+        """Replaces optimizer.step(): takes the step unless finalize() found a reason not to."""
         if self._refused:
             return False, None, None
         return optimizer_step()
@@ -443,14 +445,14 @@ class PolicyStep:
     def end(self, *, success: bool, grad_norm: float | None) -> dict[str, float]:
         """Finish the step and return its metrics; the scheduler goes back to its base learning rate.
 
-        What became of the step is in `outcome` then.
+        `outcome` then holds the result of the step.
         """
         self.scheduler.restore()
         batch = self._current()
         if not success and self._expert_biases is not None:
-            self._expert_biases.restore()  # Megatron moves them before the update that was then not made
+            self._expert_biases.restore()  # Megatron changed them before the update that was then not made
         if self.repeat and self._router_log is not None:
-            self._router_log.restore()  # the attempt that counts logs its own
+            self._router_log.restore()  # the attempt that is trained on logs its own
         verdict = self._verdict(success)
         result = {
             **self._result,

@@ -1,4 +1,4 @@
-"""What a pass says of trajectories: log-weights, energies, whether they can be trained on, and the baselines."""
+"""What a pass tells about trajectories: log-weights, energies, whether they can be trained on, and baselines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def usable_of(micro: MicroBatch, stats: dict[str, Tensor], rewards: Tensor, conf
     """Which of a micro-batch's trajectories can be trained on: [n] bool.
 
     Args:
-        micro: the micro-batch, with the reference's log-probs where there are any.
+        micro: the micro-batch, with the reference's log-probs if there is a KL penalty.
         stats: token statistics under the policy.
         rewards: of the whole minibatch, [N].
         config: the objective.
@@ -74,7 +74,7 @@ def usable_of(micro: MicroBatch, stats: dict[str, Tensor], rewards: Tensor, conf
 def minibatch_baselines(
     batch: PackedMinibatch, measured: Measured, config: VCPOConfig, max_response_length: int
 ) -> BaselineResult:
-    """Optimal baselines of a whole minibatch from what a pass over it measured: [N]."""
+    """Optimal baselines [N] of a whole minibatch, from what a pass over it measured."""
     log_energies = trajectory_log_energies(
         log_weights=measured.log_weights,
         lengths=measured.lengths,

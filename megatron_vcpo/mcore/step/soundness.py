@@ -1,4 +1,4 @@
-"""Whether what a model holds is finite."""
+"""Whether a model's gradients and parameters are finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def gradients_finite(model: list[Any]) -> bool:
-    """Whether every gradient buffer of this rank is finite; one read of the buffers, no copy."""
+    """Whether every gradient buffer of this rank is finite; reads the buffers once and copies nothing."""
     return all(
         _finite(buffer.grad_data)
         for chunk in model
@@ -21,9 +21,9 @@ def gradients_finite(model: list[Any]) -> bool:
 
 
 def broken_parameter(model: list[Any]) -> str | None:
-    """The first parameter of any rank that is not finite, with its rank; None where all are sound.
+    """The first parameter of any rank that is not finite, with its rank; None if all are finite.
 
-    Collective over all ranks, by pickled names: for the rare case in which there is reason to look.
+    Collective over all ranks, which exchange pickled names: slow, so only for when something is wrong.
     """
     names = (name for chunk in model for name, param in chunk.named_parameters() if not _finite(param.detach()))
     found: list[str | None] = [next(names, None)]

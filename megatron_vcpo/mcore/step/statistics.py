@@ -1,4 +1,4 @@
-"""What the micro-batches of one step say about the whole minibatch, reduced once, equal on every rank."""
+"""Statistics of a minibatch from the micro-batches of its step, reduced once and equal on every rank."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megatron_vcpo.mcore.reductions import (
 )
 from megatron_vcpo.objective import combine_ess_statistics, ess_log_weights, ess_statistics
 
-_LEADING = 4  # columns of a rank's row before its metrics: those of the effective sample size
+_LEADING = 4  # columns of a rank's row before its metrics: the statistics of the effective sample size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """The minibatch in numbers, over all ranks."""
+    """Statistics of the minibatch over all ranks."""
 
     rho: float
-    usable: int  # trajectories that everything was finite of
+    usable: int  # number of trajectories that are finite in everything
     metrics: dict[str, float]  # means of what the loss returned
 
 
 class StepStatistics:
-    """Gathers on the last pipeline stage; `reduce` makes the result known everywhere."""
+    """Collects on the last pipeline stage; `reduce` gives every rank the result."""
 
     def __init__(self, config: VCPOConfig, groups: Any, device: torch.device) -> None:
         """Args: the objective; process groups tp, pp, cp and dp; device of the collectives' tensors."""
@@ -49,12 +49,12 @@ class StepStatistics:
         self._metrics: dict[str, Tensor] = {}  # name -> [2] fp64 (sum, count)
 
     def add(self, metrics: dict[str, Tensor], log_weights: Tensor, usable: Tensor) -> None:
-        """Take one micro-batch.
+        """Add one micro-batch.
 
         Args:
             metrics: name -> [2] (sum, count), the same names in every micro-batch.
-            log_weights: [n] of its trajectories.
-            usable: [n] bool; what is not counts nowhere.
+            log_weights: [n], of its trajectories.
+            usable: [n] bool; trajectories that are not usable count nowhere.
         """
         for name, value in metrics.items():
             value = value.detach().double()
@@ -70,7 +70,7 @@ class StepStatistics:
         else:
             rows = torch.empty(group_size(self._groups.dp), len(row), dtype=torch.float64, device=self._device)
         from_last_stage(rows, self._groups.pp)
-        # Replicated arithmetic may differ in the last bit between these ranks (atomic adds on a GPU).
+        # The same computation may differ in the last bit between these ranks (atomic adds on a GPU).
         from_first_rank(rows, self._groups.tp)
         from_first_rank(rows, self._groups.cp)
         sums = rows[:, _LEADING:].sum(0).tolist()
@@ -92,7 +92,7 @@ class StepStatistics:
         return names, row
 
     def _shared_names(self) -> list[str]:
-        """Names of the loss's metrics; stages before the last learn them once, in the first step."""
+        """Names of the loss's metrics; stages before the last receive them once, in the first step."""
         names = sorted(self._metrics)
         if self._names is None:
             self._names = names_of_last_stage(names, self._groups.pp)
