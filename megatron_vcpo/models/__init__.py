@@ -1,1 +1,1 @@
-"""Model families: names and shapes, what a checkpoint and Megatron have to agree on, and how Megatron builds one."""
+"""Model families: names and shapes, what a checkpoint and Megatron must agree on, and how Megatron builds a model."""

@@ -1,4 +1,4 @@
-"""What checkpoint/ raises, and how its sentences list names."""
+"""The error for checkpoints, and how its messages list names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read, or that is not of the model at hand; one sentence names what to change."""
+    """A checkpoint that cannot be read or is of a different model; the message, one sentence, says what to change."""
 
 
 def some(names: Iterable[str]) -> str:
-    """Names for a sentence: in order, and only the first of many."""
+    """Names for a message: sorted, and only the first few of many."""
     shown = sorted(names)
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

@@ -1,4 +1,4 @@
-"""Match a model, spread over ranks, with a family's table: who holds what, and what does not fit."""
+"""Match a model that is spread over ranks with a family's table: which rank holds what, and what does not match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_vcpo.models.naming import (
     local_problems,
 )
 
-# Names that a pipeline stage holds (None: its model could not be read) and what is wrong with it.
+# The names that a pipeline stage holds (None: its model could not be read), and its problems.
 _Stage = tuple[list[str] | None, list[str]]
 
 
@@ -26,12 +26,12 @@ _Stage = tuple[list[str] | None, list[str]]
 class Match:
     """What this rank holds, and the pipeline stage that holds each parameter of the model."""
 
-    local: dict[str, torch.Tensor]  # with the last stage's copy of tied embeddings, where there is one
+    local: dict[str, torch.Tensor]  # including the last stage's copy of tied embeddings, if any
     stage_of: dict[str, int]
     problems: list[str]
 
     def error(self, kind: type[Exception]) -> Exception | None:
-        """The problems as one exception; None where there are none."""
+        """The problems as one exception; None if there are none."""
         if not self.problems:
             return None
         return kind(f"The model does not match the table of names: {'; '.join(self.problems)}.")
@@ -40,7 +40,7 @@ class Match:
 def match_model(
     model_chunks: Sequence[torch.nn.Module], specs: Sequence[ParameterSpec], shape: ModelShape, groups: Any | None
 ) -> Match:
-    """Compare names and shapes in both directions. A collective over the pipeline group."""
+    """Compare names and shapes in both directions. Collective over the pipeline group."""
     layout = ParameterLayout.of(groups)
     by_name = {spec.name: spec for spec in specs}
     local: dict[str, torch.Tensor] = {}
@@ -79,7 +79,7 @@ def _combine(
             if name in stage_of:
                 problems.append(f"{name} is held by pipeline stages {stage_of[name]} and {stage}")
             stage_of[name] = stage
-    # experts of other expert-parallel ranks live on the stage of their layer's other parameters
+    # experts on other expert-parallel ranks are on the same stage as their layer's other parameters
     stage_of_layer = {spec.layer: stage_of[spec.name] for spec in specs if spec.name in stage_of}
     missing = []
     for spec in specs:

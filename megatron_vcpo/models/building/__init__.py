@@ -1,1 +1,1 @@
-"""Megatron's model configuration, and a whole model on one CPU process."""
+"""Megatron's model configuration, and a whole model in a single CPU process."""

@@ -1,4 +1,4 @@
-"""What Megatron builds a policy from."""
+"""Megatron's configuration from which the policy is built."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_vcpo.patches import cpu_packed_attention, mla_direct_query, mla_lo
 
 
 def gpt_config(args: argparse.Namespace) -> Any:
-    """Megatron's GPTModelConfig for its checked arguments, whose layers take packed sequences also on a CPU."""
+    """Megatron's GPTModelConfig for its validated arguments; on a CPU, too, its layers take packed sequences."""
     from megatron.training.argument_utils import gpt_config_from_args
 
     mla_direct_query.apply()
     config = gpt_config_from_args(args)
-    # gpt_config_from_args() of 0.19.2 forgets it and leaves 8; short sequences hardly show the error.
+    # gpt_config_from_args() of 0.19.2 forgets it and leaves it at 8, an error that short sequences hardly show.
     config.rope_scaling_factor = args.rope_scaling_factor
     if args.transformer_impl == "local":
         config.transformer_layer_spec = packed_local_spec

@@ -1,4 +1,4 @@
-"""A Megatron model on one CPU process, with or without memory for its weights: what the converters work on."""
+"""A Megatron model in a single CPU process, with or without memory for its weights, for the converters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_vcpo.models.description import ModelDescription, ModelFacts, descr
 from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.patches import megatron_cpu
 
-# Flags of a process without fused kernels, and what Megatron insists on although nothing is trained.
+# Flags for a process without fused kernels, and flags that Megatron requires although nothing is trained.
 _OFFLINE_FLAGS = (
     *("--transformer-impl", "local", "--use-cpu-initialization", "--distributed-backend", "gloo"),
     *("--no-rope-fusion", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),
     *("--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion"),
     *("--moe-token-dispatcher-type", "alltoall", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"),
 )
-# The same for arguments that a training run saved with its checkpoint: layout, kernels and precision are its own.
+# The same for arguments that a training run saved with its checkpoint: they replace its layout, kernels and precision.
 _OFFLINE_ARGS: dict[str, Any] = {
     "rank": 0,
     "world_size": 1,
@@ -78,7 +78,7 @@ _OFFLINE_ARGS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def single_process() -> Iterator[None]:
-    """Megatron's parallel state for one process over gloo, without a port; leaves what is there already."""
+    """Megatron's parallel state for one process over gloo, without a port; keeps what is initialized already."""
     megatron_cpu.install()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -99,10 +99,10 @@ def single_process() -> Iterator[None]:
 
 
 def args_from_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """Megatron's checked arguments for a model's flags (`megatron_flags_for`), on one process.
+    """Megatron's validated arguments for a model's flags (`megatron_flags_for`), for a single process.
 
     Raises:
-        CheckpointError: Megatron refuses them; its words are in the message.
+        CheckpointError: Megatron refuses them; its own message is included.
     """
     from megatron.training.arguments import validate_args
 
@@ -113,7 +113,7 @@ def args_from_flags(flags: Sequence[str]) -> argparse.Namespace:
     if args.seq_length is None:
         args.seq_length = args.max_position_embeddings
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints a thousand lines of arguments
             validate_args(args)
     except (AssertionError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"Megatron refuses the flags of this model: {error}.") from error
@@ -121,7 +121,8 @@ def args_from_flags(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def args_from_checkpoint(saved: argparse.Namespace) -> argparse.Namespace:
-    """The arguments that a training run saved, turned to one process; what they do not know gets its default."""
+    """The arguments that a training run saved, changed for a single process; arguments that it did not save get
+    defaults."""
     known = vars(_megatron_parser().parse_args([]))
     return argparse.Namespace(**(known | vars(saved) | _OFFLINE_ARGS))
 
@@ -133,7 +134,7 @@ def _megatron_parser() -> argparse.ArgumentParser:
 
 
 def describe_args(args: argparse.Namespace, vocab_size: int) -> ModelDescription:
-    """The model that arguments stand for; CheckpointError where no family fits."""
+    """The model that the arguments describe; CheckpointError if it belongs to no family."""
     from megatron.training.argument_utils import core_transformer_config_from_args
 
     return describe_megatron(core_transformer_config_from_args(args), ModelFacts.from_args(args, vocab_size))

@@ -1,4 +1,4 @@
-"""The rotary frequencies a model should have, and the check that the built one has them."""
+"""The rotary frequencies that a model should have, and a check that the built model has them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_vcpo.models.naming import unwrap
 def rotary_frequencies(model: ModelDescription) -> torch.Tensor:
     """Angle per position of each pair of a head's rotated dimensions, `[dimensions / 2]`, fp64, in radians.
 
-    Source of the scalings: transformers, modeling_rope_utils, "llama3" and "yarn".
+    Source of the scalings: "llama3" and "yarn" in transformers' modeling_rope_utils.
     """
     size = model.latent.qk_pos_emb_head_dim if model.latent else model.head_dim
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
@@ -28,12 +28,12 @@ def rotary_frequencies(model: ModelDescription) -> torch.Tensor:
         return frequencies
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
     turns = LLAMA3_ROPE["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: as it was, 0: slowed down by the factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: unchanged, 0: divided by the factor
     return frequencies * (keep + (1 - keep) / model.rope_scaling_factor)
 
 
 def _yarn_ramp(base: float, size: int, truncate: bool) -> torch.Tensor:
-    """0 where a pair of dimensions keeps its frequency, 1 where it is slowed down by the factor."""
+    """For each pair of dimensions, 0 if it keeps its frequency, 1 if the frequency is divided by the factor."""
 
     def dimension(turns: float) -> float:
         length = YARN_ROPE["original_max_position_embeddings"]
@@ -55,10 +55,10 @@ def yarn_scales(yarn: Yarn | None) -> tuple[float, float]:
 
 
 def check_rotary(model_chunks: Sequence[torch.nn.Module], model: ModelDescription) -> None:
-    """Raise CheckpointError where a built GPTModel rotates by other angles than `model` asks for.
+    """Raise CheckpointError if a built GPTModel rotates by other angles than `model` requires.
 
-    Short sequences would hardly show it. Megatron 0.19 parses --rope-scaling-factor but its own builder leaves the
-    factor at 8: set `rope_scaling_factor` on the GPTModelConfig.
+    Short sequences would hardly show the error. Megatron 0.19 parses --rope-scaling-factor but its own builder leaves
+    the factor at 8: set `rope_scaling_factor` on the GPTModelConfig.
     """
     for chunk in map(unwrap, model_chunks):
         if model.latent is not None:
@@ -80,7 +80,7 @@ def check_rotary(model_chunks: Sequence[torch.nn.Module], model: ModelDescriptio
 def _check_yarn(rope: Any, softmax_scale: float | None, model: ModelDescription) -> None:
     frequencies, scale = rope.inv_freq, 1.0
     if model.yarn is not None:
-        # the buffer called inv_freq is unscaled there; the second position's angles are the frequencies
+        # the buffer inv_freq is unscaled in this class; the angles of the second position are the frequencies
         angles, scale = rope.get_emb(2)
         frequencies = angles[1, 0, 0, : angles.size(-1) // 2]
     expected, softmax = yarn_scales(model.yarn)

@@ -1,6 +1,6 @@
-"""ModelDescription: what has to be the same in a Hugging Face config.json and in Megatron's settings.
+"""ModelDescription: everything on which a Hugging Face config.json and Megatron's settings must agree.
 
-`describe_hf` and `describe_megatron` read it from either side; two equal descriptions are one model.
+`describe_hf` and `describe_megatron` read it from either side; equal descriptions mean the same model.
 """
 
 from megatron_vcpo.models.description.hf import describe_hf

@@ -14,7 +14,7 @@ _FAMILY_FLAGS = {
     "qwen3_moe": ["--qk-layernorm"],
     "gpt_oss": [
         *("--softmax-type", "learnable", "--quick-geglu", "--glu-linear-offset", "1.0"),
-        # Transformer Engine's grouped experts take biases only without that fusion
+        # Transformer Engine's grouped experts support biases only without this fusion
         *("--position-embedding-type", "yarn", "--no-bias-dropout-fusion"),
     ],
     "deepseek_v2": ["--qk-layernorm", "--moe-router-dtype", "fp32"],
@@ -52,7 +52,7 @@ def _groups(value: ExpertGroups | None) -> list[str]:
     return ["--moe-router-num-groups", str(value.number), "--moe-router-group-topk", str(value.chosen)]
 
 
-# Field of ModelDescription -> the flags that set it, given the value wanted.
+# Field of ModelDescription -> function from the value wanted to the flags that set it.
 FLAGS: dict[str, Callable[[Any], list[str]]] = {
     "family": lambda v: _FAMILY_FLAGS.get(v.name, []),
     "num_layers": lambda v: ["--num-layers", str(v)],
@@ -73,7 +73,7 @@ FLAGS: dict[str, Callable[[Any], list[str]]] = {
     "experts_per_token": lambda v: ["--moe-router-topk", str(v)] if v else [],
     "moe_ffn_hidden_size": lambda v: ["--moe-ffn-hidden-size", str(v)] if v else [],
     "moe_layers": lambda v: [] if all(v) else ["--moe-layer-freq", f"[{','.join(str(int(m)) for m in v)}]"],
-    "renormalize_top_k": lambda v: [],  # by --moe-router-pre-softmax, for models with experts only
+    "renormalize_top_k": lambda v: [],  # set by --moe-router-pre-softmax, only for models with experts
     "shared_ffn_hidden_size": lambda v: ["--moe-shared-expert-intermediate-size", str(v)] if v else [],
     "expert_groups": _groups,
     "sliding_window": lambda v: ["--window-size", f"{v - 1},0", "--window-attn-skip-freq", "2"] if v else [],
@@ -87,8 +87,8 @@ NOT_COMPARED = ("max_position_embeddings",)
 
 
 def megatron_flags(model: ModelDescription) -> list[str]:
-    """Every flag of the model, but for the padded vocabulary."""
-    # latent attention has neither groups of queries nor one size of heads
+    """Every flag of the model except the padded vocabulary."""
+    # latent attention has neither query groups nor a single head size
     left_out = {"num_query_groups", "head_dim"} if model.latent else set()
     if model.latent is None and model.yarn is None:
         left_out.add("yarn")
@@ -98,7 +98,7 @@ def megatron_flags(model: ModelDescription) -> list[str]:
     for field, make in FLAGS.items():
         if field not in left_out:
             flags += make(getattr(model, field))
-    if model.yarn and not model.latent:  # the rope of multi-head attention goes by --position-embedding-type
+    if model.yarn and not model.latent:  # multi-head attention takes its rope from --position-embedding-type
         place = flags.index("--rope-type")
         del flags[place : place + 2]
     if model.num_experts and not model.renormalize_top_k:

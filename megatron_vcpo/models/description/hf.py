@@ -57,7 +57,7 @@ def describe_hf(folder: str | Path) -> ModelDescription:
     return described
 
 
-# What transformers and arithmetic say to values of another type, zeros and infinities.
+# What transformers and arithmetic raise for values of the wrong type, zeros and infinities.
 _ODD_VALUES = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, StrictDataclassError)
 
 
@@ -100,9 +100,10 @@ def _described(path: Path, model_type: str) -> ModelDescription:
 
 
 def check_engine_reads(folder: str | Path) -> None:
-    """Raise CheckpointError where vLLM would read another model from a checkpoint's config.json than transformers does.
+    """Raise CheckpointError if vLLM would read a different model from a checkpoint's config.json than transformers
+    does.
 
-    transformers knows some facts by the class of the model and does not write them; vLLM takes its own defaults.
+    transformers takes some settings from the model's class and does not write them; vLLM uses its own defaults.
     """
     path = Path(folder) / "config.json"
     fields = json.loads(path.read_text())
@@ -122,7 +123,7 @@ def check_engine_reads(folder: str | Path) -> None:
 def _foreign_features(config: Any) -> dict[str, bool]:
     return {
         f"hidden_act {config.hidden_act}": config.hidden_act != "silu",
-        # qwen2 always has a bias on q, k and v and never says so
+        # qwen2 always has a bias on q, k and v, but config.json does not say so
         "attention_bias": getattr(config, "attention_bias", False) and config.model_type != "gpt_oss",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
@@ -188,7 +189,7 @@ def _foreign_v3(config: Any) -> dict[str, bool]:
         "norm_topk_prob false": not config.norm_topk_prob,
         "num_experts_per_tok 1": config.num_experts_per_tok == 1,
         "a topk_group that is not half of num_experts_per_tok": grouped
-        and config.num_experts_per_tok // config.topk_group != 2,  # the experts by which Megatron ranks a group
+        and config.num_experts_per_tok // config.topk_group != 2,  # how many experts Megatron ranks a group by
         f"topk_method {getattr(config, 'topk_method', None)}": getattr(config, "topk_method", "noaux_tc") != "noaux_tc",
         f"scoring_func {getattr(config, 'scoring_func', None)}": getattr(config, "scoring_func", "sigmoid")
         != "sigmoid",
@@ -284,7 +285,7 @@ _OWN_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 def _yarn(rope: dict[str, Any]) -> Yarn | None:
     if rope["rope_type"] != "yarn":
         return None
-    # without the two, cosine and sine are multiplied by m(1), and the softmax scale stays
+    # if neither is given, cosine and sine are multiplied by m(1) and the softmax scale is unchanged
     return Yarn(
         factor=float(rope["factor"]),
         mscale=float(rope.get("mscale") or 1.0),

@@ -10,14 +10,14 @@ from megatron_vcpo.models.description.records import YARN_ROPE, ExpertGroups, Mo
 from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.models.naming import ModelShape, NamingError, family_by_name
 
-_ONLY_EXPERTS = ("mixtral", "gpt_oss")  # families without a layer without experts
+_ONLY_EXPERTS = ("mixtral", "gpt_oss")  # families in which every layer has experts
 
 
 def describe_megatron(config: Any, facts: ModelFacts) -> ModelDescription:
-    """Read Megatron's TransformerConfig and the facts beside it.
+    """Read Megatron's TransformerConfig, and the facts that it does not hold.
 
     Raises:
-        CheckpointError: the model is of none of the families; every flag to change is listed.
+        CheckpointError: the model belongs to no family; every flag to change is listed.
     """
     name = _family_name(config)
     foreign = _foreign_common(config, facts, name)
@@ -43,7 +43,7 @@ def describe_megatron(config: Any, facts: ModelFacts) -> ModelDescription:
         num_heads=shape.num_heads,
         num_query_groups=shape.num_query_groups,
         head_dim=shape.head_dim,
-        # elsewhere the size of a layer without experts means nothing
+        # in these families the size of a layer without experts means nothing
         ffn_hidden_size=shape.moe_ffn_hidden_size if name in _ONLY_EXPERTS else shape.ffn_hidden_size,
         vocab_size=facts.vocab_size,
         tied_embeddings=facts.tied_embeddings,
@@ -80,7 +80,7 @@ def _experts(config: Any, shape: ModelShape) -> dict[str, Any]:
         "experts_per_token": config.moe_router_topk,
         "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
         "moe_layers": shape.moe_layers,
-        # a sigmoid's scores are always divided by their sum
+        # sigmoid scores are always divided by their sum
         "renormalize_top_k": config.moe_router_score_function == "sigmoid" or not config.moe_router_pre_softmax,
         "shared_ffn_hidden_size": shape.shared_ffn_hidden_size,
         "expert_groups": groups,
@@ -122,7 +122,7 @@ def _foreign_common(config: Any, facts: ModelFacts, name: str) -> dict[str, bool
 
 
 def _foreign_plain(config: Any, facts: ModelFacts) -> dict[str, bool]:
-    """Of every family but GPT-OSS."""
+    """Flags to change in every family except GPT-OSS."""
     return {
         "--swiglu": not (config.gated_linear_unit and config.activation_func is torch.nn.functional.silu),
         "--disable-bias-linear": config.add_bias_linear,
@@ -175,7 +175,7 @@ def _foreign_experts(config: Any, name: str) -> dict[str, bool]:
             "--qk-layernorm (qwen3_moe) or no --moe-router-pre-softmax": name in _ONLY_EXPERTS
             and config.moe_router_pre_softmax,
         }
-    best = 2 if sigmoid else 1  # by how many of its experts the Hugging Face model ranks a group
+    best = 2 if sigmoid else 1  # how many of its experts the Hugging Face model ranks a group by
     groups = config.moe_router_group_topk
     shared, size = config.moe_shared_expert_intermediate_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
     return found | {
@@ -194,13 +194,13 @@ def _foreign_latent(config: Any, facts: ModelFacts) -> dict[str, bool]:
         "--qk-layernorm": not config.qk_layernorm,
         "--num-experts": not config.num_moe_experts,
         "no --use-rope-scaling": facts.rope_scaling_factor is not None,
-        # with --rope-type rope too Megatron multiplies the softmax scale by it
+        # Megatron multiplies the softmax scale by it even with --rope-type rope
         "no --mscale-all-dim": config.rope_type == "rope"
         and config.rotary_scaling_factor > 1
         and config.mscale_all_dim != 0,
     }
     if config.rope_type == "yarn":
-        # config.json has both scales or none of them
+        # config.json has both scales or neither
         found["--mscale 1.0 (or a --mscale-all-dim)"] = not config.mscale_all_dim and config.mscale != 1.0
         found["--mscale above 0"] = bool(config.mscale_all_dim) and not config.mscale
         for name, value in YARN_ROPE.items():

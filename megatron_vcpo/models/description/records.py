@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json and Megatron's settings have to agree on, as plain records."""
+"""What a Hugging Face config.json and Megatron's settings must agree on, as plain records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_vcpo.models.naming import Family, ModelShape, ModelSizes, NamingEr
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-# And those of YaRN: no flag sets them for multi-latent attention. All published models have them.
+# Megatron has no flags for these parameters of YaRN under multi-latent attention. All published models use these.
 YARN_ROPE = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 
 
@@ -24,9 +24,9 @@ class Yarn:
     """YaRN's rope scaling, as DeepSeek uses it: `mscale` and `mscale_all_dim` follow its paper's naming."""
 
     factor: float
-    mscale: float  # with the next: cosine and sine are multiplied by m(mscale) / m(mscale_all_dim)
-    mscale_all_dim: float  # with latents, the softmax scale is multiplied by m(mscale_all_dim) squared
-    truncate: bool = True  # whole dimensions at both ends of the ramp
+    mscale: float  # cosine and sine are multiplied by m(mscale) / m(mscale_all_dim)
+    mscale_all_dim: float  # with latents, the softmax scale is multiplied by m(mscale_all_dim)^2
+    truncate: bool = True  # round both ends of the ramp outwards to whole dimensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What Megatron's TransformerConfig does not hold."""
+    """Facts about a model that Megatron's TransformerConfig does not hold."""
 
     vocab_size: int  # true vocabulary: rows of the Hugging Face embedding
     max_position_embeddings: int
@@ -77,11 +77,11 @@ class ModelDescription(ModelSizes):
     expert_groups: ExpertGroups | None = None
     routed_scaling_factor: float = 1.0  # multiplies the chosen experts' weights
     yarn: Yarn | None = None
-    sliding_window: int | None = None  # tokens that every other layer, from the first, attends to, itself included
+    sliding_window: int | None = None  # tokens, the current one included, that layers 0, 2, 4, ... attend to
     swiglu_limit: float | None = None  # GPT-OSS's clamped activation
 
     def shape(self, padded_vocab_size: int) -> ModelShape:
-        """The sizes for the table of names; CheckpointError where they do not fit each other."""
+        """The sizes for the table of names; CheckpointError if they are inconsistent."""
         sizes = {entry.name: getattr(self, entry.name) for entry in fields(ModelSizes)}
         try:
             return ModelShape(**sizes, padded_vocab_size=padded_vocab_size)
@@ -90,6 +90,6 @@ class ModelDescription(ModelSizes):
 
 
 def refuse(start: str, found: dict[str, bool], reason: str) -> None:
-    """Raise CheckpointError that lists the names whose value is true, where there are any."""
+    """Raise CheckpointError listing the names whose value is true, if there are any."""
     if names := [name for name, present in found.items() if present]:
         raise CheckpointError(f"{start} {', '.join(names)}; {reason}.")

@@ -3,7 +3,7 @@
 - `ModelShape`: the sizes a table needs (layers, heads, vocabulary, experts).
 - `Family`: a table of `Rule`s; `Family.parameters(shape)` expands it into concrete `ParameterSpec`s.
 - `transform`: full Hugging Face tensors from Megatron's shards, and one shard from Hugging Face tensors.
-- `megatron`: the parameters one rank holds, under their names in the whole model.
+- `megatron`: the parameters that one rank holds, by their names in the whole model.
 
 Weight sync, checkpoint loading and the converters all read these tables. To add a family, add one `Family` to
 `families.FAMILIES`, its new blocks to `blocks`, and one line to the round-trip tests.

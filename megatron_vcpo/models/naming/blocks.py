@@ -1,4 +1,4 @@
-"""The lines that families share, by the part of the model they describe."""
+"""The rules that families share, by the part of the model they describe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HF = "model.layers.{layer}."
 def layer_rule(
     kind: Kind, megatron: str, *hf: tuple[str, str], optional: bool = False, dtype: torch.dtype | None = None
 ) -> Rule:
-    """A line for every layer: names are relative to it."""
+    """A rule for every layer; names are relative to the layer."""
     places = tuple((_HF + name, sizes) for name, sizes in hf)
     return Rule(kind, _MEGATRON + megatron, places, optional=optional, dtype=dtype)
 
@@ -91,7 +91,7 @@ MIXTRAL_EXPERT = (
     ),
 )
 
-# Multi-latent attention. Both sides keep the rotary dimensions interleaved, so that no row moves.
+# Multi-latent attention. Both sides keep the rotary dimensions interleaved, so rows keep their order.
 LATENT_ATTENTION = (
     _INPUT_NORM,
     layer_rule(
@@ -141,8 +141,8 @@ SHARED_EXPERT = (
         Kind.ROW, "mlp.shared_experts.linear_fc2.weight", ("mlp.shared_experts.down_proj.weight", "hidden shared_ffn")
     ),
 )
-# A buffer, moved by Megatron after each step (--moe-router-bias-update-rate). It chooses the experts: half precision
-# would choose others.
+# A buffer that Megatron changes after each step (--moe-router-bias-update-rate). It affects which experts are chosen,
+# so half precision would choose others.
 ROUTER_BIAS = (
     layer_rule(
         Kind.REPLICATED,

@@ -1,4 +1,4 @@
-"""The tables. A family is the list of its rules, which are in blocks.py."""
+"""The table of each family: a list of rules from blocks.py."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ class Family:
     expert: tuple[Rule, ...] = ()  # every expert of such a layer
     before: tuple[Rule, ...] = (WORD_EMBEDDING,)
     after: tuple[Rule, ...] = (FINAL_NORM,)
-    head: tuple[Rule, ...] = (LM_HEAD,)  # left out where the embeddings are tied
+    head: tuple[Rule, ...] = (LM_HEAD,)  # left out if the embeddings are tied
     latent: bool = False  # multi-latent attention
-    joined_experts: bool = False  # a Hugging Face tensor holds all experts of a layer: their parts follow each other
+    joined_experts: bool = False  # one Hugging Face tensor holds all experts of a layer, whose parts then come in a row
 
     def parameters(self, shape: ModelShape) -> list[ParameterSpec]:
-        """Every parameter of the whole model, in the one order in which it is streamed. NamingError on a misfit."""
+        """Every parameter of the whole model, in the order in which they are streamed. NamingError if the sizes do not
+        suit the family."""
         self._check(shape)
         specs = _expand(self.before, shape)
         for layer in range(shape.num_layers):

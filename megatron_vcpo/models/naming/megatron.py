@@ -1,4 +1,4 @@
-"""The parameters that one rank holds, under the names they have in the whole model."""
+"""The parameters that one rank holds, by their names in the whole model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TRANSFORMER_ENGINE = (
     (re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r".mlp.experts.local_experts.\3.\1.\2"),
 )
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
-# What a model computes with but does not learn by gradients; other buffers follow from the configuration.
+# The one kind of buffer that a checkpoint must hold; all other buffers follow from the configuration.
 _BUFFER = re.compile(r"\.mlp\.router\.expert_bias$")
 _SINKS = re.compile(r"\.core_attention\.softmax_offset$")
 _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)(\.)")
@@ -34,7 +34,7 @@ _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)(\.)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """Where this rank stands in each model-parallel group."""
+    """This rank's index in each model-parallel group, and the groups' sizes."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -81,12 +81,12 @@ def local_parameters(
 ) -> dict[str, torch.Tensor]:
     """Parameters of this rank's model chunks by their whole-model name in the local layer spec's spelling.
 
-    The router's bias is among them, which Megatron keeps as a buffer.
+    They include the router's bias, which Megatron keeps as a buffer.
     """
     found: dict[str, torch.Tensor] = {}
     experts_here = shape.num_experts // layout.ep_size
     for chunk in map(unwrap, chunks):
-        # layer_number counts from 1 over the whole model, whatever pipeline layout was asked for
+        # layer_number counts from 1 over the whole model, whatever the pipeline layout
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         buffers = ((raw, buffer) for raw, buffer in chunk.named_buffers() if _BUFFER.search(raw))
         for raw, parameter in itertools.chain(chunk.named_parameters(), buffers):
@@ -113,7 +113,8 @@ def is_tied_copy(name: str, shape: ModelShape) -> bool:
 def local_problems(
     local: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec], shape: ModelShape, layout: ParameterLayout
 ) -> list[str]:
-    """Sentences about parameters of this rank that the table does not know or gives another shape; empty when none."""
+    """A sentence for each parameter of this rank that the table lacks or gives another shape; empty if there are
+    none."""
     unknown = sorted(name for name in local if name not in specs and not is_tied_copy(name, shape))
     problems = [f"parameters the table does not know: {', '.join(unknown)}"] if unknown else []
     for name, parameter in local.items():

@@ -1,4 +1,4 @@
-"""Rule: one line of a family's table. ParameterSpec: the same line for one concrete parameter."""
+"""Rule: one row of a family's table. ParameterSpec: that row for one concrete parameter."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Kind(enum.Enum):
     VOCAB = enum.auto()
     """Rows padded with zeros up to the padded vocabulary, then split along dimension 0."""
     GATE_UP = enum.auto()
-    """Gate and up are split along dimension 0 each; a rank holds its part of the gate above its part of up."""
+    """Gate and up are each split along dimension 0; a rank holds its part of the gate followed by its part of up."""
     QKV = enum.auto()
     """Rows interleaved per query group (its query heads, its key head, its value head), then split along dimension 0.
-    With more ranks than groups the split cuts through a group, as Megatron does."""
+    With more ranks than groups, the split cuts through a group, as in Megatron."""
     EXPERTS_GATE_UP = enum.auto()
     """One Hugging Face tensor for all experts of a layer, [experts, hidden, 2 ffn], gate and up in alternate columns
     (a bias: [experts, 2 ffn]); each Megatron parameter is one expert's, as GATE_UP."""
@@ -38,18 +38,18 @@ class Kind(enum.Enum):
     """One Hugging Face tensor for all experts of a layer, [experts, hidden]; each Megatron parameter is one expert's,
     as REPLICATED."""
     LATENT = enum.auto()
-    """A projection down to latents: COLUMN in the local layer spec, REPLICATED in Transformer Engine's. Only in rules:
-    a `ParameterSpec` is one of the two."""
+    """A projection down to latents: COLUMN in the local layer spec, REPLICATED in Transformer Engine's. Only rules have
+    this kind; a `ParameterSpec` has one of the two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a table: names may hold {layer} and {expert}; sizes are names from `ModelShape.dims`."""
+    """One row of a table: names may contain {layer} and {expert}; sizes are keys of `ModelShape.dims`."""
 
     kind: Kind
     megatron: str
     hf: tuple[tuple[str, str], ...]  # ((name, "dim dim"), ...)
-    optional: bool = False  # left out where one of its sizes is zero
+    optional: bool = False  # left out if one of its sizes is zero
     dtype: torch.dtype | None = None  # the type it keeps on its way to an engine; None: the engine's
 
     def applies(self, shape: ModelShape) -> bool:
@@ -79,7 +79,7 @@ class ParameterSpec:
     """One parameter of the whole model."""
 
     kind: Kind
-    name: str  # Megatron's, local layer spec, layers and experts counted over the whole model
+    name: str  # Megatron's name in the local layer spec; layers and experts counted over the whole model
     hf: tuple[tuple[str, Shape], ...]  # Hugging Face names and full shapes
     layer: int | None  # index over all pipeline stages; None outside the layers
     expert: int | None  # index over all expert-parallel ranks; None for a dense parameter
@@ -87,11 +87,11 @@ class ParameterSpec:
 
     @property
     def is_joined(self) -> bool:
-        """Whether its Hugging Face tensor holds all experts of the layer."""
+        """Whether one Hugging Face tensor holds this parameter for all experts of the layer."""
         return self.kind in (Kind.EXPERTS_GATE_UP, Kind.EXPERTS_ROW, Kind.EXPERTS_COPY)
 
     def full_shape(self, shape: ModelShape) -> Shape:
-        """Shape of the Megatron parameter over all tensor-parallel ranks."""
+        """Shape of the whole Megatron parameter, over all tensor-parallel ranks."""
         if self.is_joined:
             return tuple(reversed(self.hf[0][1][1:]))
         rows = shape.padded_vocab_size if self.kind is Kind.VOCAB else sum(s[0] for _, s in self.hf)

@@ -17,28 +17,28 @@ class LatentSizes:
 
     q_lora_rank: int | None  # None: queries are projected directly
     kv_lora_rank: int
-    qk_head_dim: int  # without rotation
-    qk_pos_emb_head_dim: int  # rotated
+    qk_head_dim: int  # dimensions without rotation
+    qk_pos_emb_head_dim: int  # dimensions with rotation
     v_head_dim: int
     down_is_split: bool = dataclasses.field(default=True, compare=False)
-    """Whether tensor-parallel ranks split the projections down to latents: in the local layer spec, not in Transformer
-    Engine's. A matter of layout, so that two equal models may differ in it."""
+    """Whether tensor-parallel ranks split the projections down to latents: True for the local layer spec, False for
+    Transformer Engine's. It concerns only the layout, so two equal models may differ in it."""
 
     @property
     def query_head_dim(self) -> int:
-        """Dimensions of a query head, the rotated ones included."""
+        """Dimensions of a query head, rotated ones included."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Sizes of the whole model, whatever its layout over ranks and whichever side they were read from."""
+    """Sizes of the whole model, independent of its layout over ranks."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
     num_query_groups: int
-    head_dim: int  # of a query, with multi-latent attention
+    head_dim: int  # with multi-latent attention, of a query head
     ffn_hidden_size: int
     vocab_size: int  # rows of the Hugging Face embedding
     tied_embeddings: bool
@@ -51,7 +51,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(ModelSizes):
-    """The sizes that a family's table needs: those of the model, and the vocabulary as Megatron pads it."""
+    """The sizes that a family's table needs: those of the model, and Megatron's padded vocabulary."""
 
     padded_vocab_size: int  # rows of Megatron's embedding, over all tensor-parallel ranks
 
@@ -71,7 +71,7 @@ class ModelShape(ModelSizes):
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dimension names that a table's shapes are written in."""
+        """Name -> size of every dimension that a table's shapes use."""
         dims = {
             "hidden": self.hidden_size,
             "query": self.num_heads * self.head_dim,
@@ -109,7 +109,7 @@ class ModelShape(ModelSizes):
     ) -> ModelShape:
         """Read the sizes from a TransformerConfig and the three facts that it does not hold.
 
-        Raises NamingError for a setting that stores weights in an order no table here describes.
+        Raises NamingError for a setting that stores weights in an order that no table describes.
         """
         for field, flag in (
             ("moe_mlp_glu_interleave_size", "--moe-mlp-glu-interleave-size"),
@@ -147,7 +147,7 @@ class ModelShape(ModelSizes):
 
 
 def _moe_layers(frequency: int | list[int], num_layers: int) -> tuple[bool, ...]:
-    """Megatron's --moe-layer-freq: every n-th layer from the first, or one 0/1 for each layer."""
+    """From Megatron's --moe-layer-freq: n for every n-th layer from the first, or a list with 0 or 1 for each layer."""
     if isinstance(frequency, int):
         return tuple(layer % frequency == 0 for layer in range(num_layers))
     if len(frequency) != num_layers:

@@ -12,18 +12,18 @@ from megatron_vcpo.models.naming.shape import ModelShape, NamingError
 
 
 class Sliceable(Protocol):
-    """A tensor, or a lazily read one (safetensors' slice): indexing gives a tensor."""
+    """A tensor, or safetensors' lazily read slice; indexing gives a tensor."""
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 def shard_shape(spec: ParameterSpec, shape: ModelShape, tp_size: int) -> Shape:
-    """Shape of one tensor-parallel rank's part of the parameter; NamingError where it does not divide."""
+    """Shape of one tensor-parallel rank's part of the parameter; NamingError if it does not divide."""
     full = spec.full_shape(shape)
     if spec.kind in (Kind.REPLICATED, Kind.EXPERTS_COPY):
         return full
     dim = 1 if spec.kind in (Kind.ROW, Kind.EXPERTS_ROW) else 0
-    # gate and up are split each, so it is their size that has to divide
+    # gate and up are split separately, so the size of each must divide
     size = full[dim] // 2 if spec.kind in (Kind.GATE_UP, Kind.EXPERTS_GATE_UP) else full[dim]
     if size % tp_size:
         raise NamingError(
@@ -36,8 +36,8 @@ def shard_shape(spec: ParameterSpec, shape: ModelShape, tp_size: int) -> Shape:
 def export_tensors(spec: ParameterSpec, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, full tensor) from the parameter's shards, stacked `[tp, *shard_shape]`.
 
-    A tensor that needs no reordering is a view of `shards`; the others are built one at a time, when asked for. Where
-    `spec.is_joined`, the tensor is the part of one expert: `join_experts` makes the whole.
+    A tensor that needs no reordering is a view of `shards`; the others are built one at a time, on demand. If
+    `spec.is_joined`, the tensor is one expert's part, and `join_experts` builds the whole.
     """
     names = [name for name, _ in spec.hf]
     match spec.kind:
@@ -56,7 +56,7 @@ def export_tensors(spec: ParameterSpec, shape: ModelShape, shards: torch.Tensor)
         case Kind.EXPERTS_ROW:
             yield names[0], shards.transpose(0, 1).flatten(1).t()
         case Kind.EXPERTS_GATE_UP:
-            pairs = shards.unflatten(1, (2, -1)).transpose(1, 2).flatten(0, 2)  # [tp, ffn / tp, 2, ...] in one
+            pairs = shards.unflatten(1, (2, -1)).transpose(1, 2).flatten(0, 2)  # [tp * ffn / tp * 2, ...]
             yield names[0], pairs.t()
         case Kind.GATE_UP:
             halves = shards.unflatten(1, (2, -1))  # [tp, 2, ffn / tp, hidden]
@@ -72,7 +72,8 @@ def export_tensors(spec: ParameterSpec, shape: ModelShape, shards: torch.Tensor)
 def import_shard(
     spec: ParameterSpec, shape: ModelShape, read: Callable[[str], Sliceable], tp_rank: int, tp_size: int
 ) -> torch.Tensor:
-    """One rank's shard, `[*shard_shape]`; `read` gives a Hugging Face tensor by name, of which only a part is read."""
+    """One rank's shard, `[*shard_shape]`; `read` returns a Hugging Face tensor by name, of which only the shard's part
+    is read."""
     rows = shard_shape(spec, shape, tp_size)[0]
     names = [name for name, _ in spec.hf]
     mine = slice(tp_rank * rows, (tp_rank + 1) * rows)
@@ -107,7 +108,7 @@ def join_experts(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, full tensor) from `export_tensors`' results in the order of `Family.parameters`.
 
-    A tensor of all experts of a layer is built from their parts, which follow each other; nothing else is copied.
+    A tensor of all experts of a layer is built from their parts, which arrive in a row; nothing else is copied.
     """
     whole: torch.Tensor | None = None
     for spec, name, part in parts:
@@ -129,10 +130,10 @@ def _one(spec: ParameterSpec) -> slice:
 
 
 def _vocab_rows(spec: ParameterSpec, tensor: Sliceable, mine: slice) -> torch.Tensor:
-    """Rows `mine` of the padded vocabulary; those past the true one are zero."""
+    """Rows `mine` of the padded vocabulary; rows beyond the true vocabulary are zero."""
     vocab = spec.hf[0][1][0]
     part = tensor[min(mine.start, vocab - 1) : min(max(mine.stop, mine.start), vocab)]
-    if mine.start >= vocab:  # this rank holds padding only; the one row read gives type and width
+    if mine.start >= vocab:  # this rank holds only padding; one row is read for its dtype and width
         return torch.zeros_like(part[:1]).expand(mine.stop - mine.start, -1)
     missing = mine.stop - mine.start - len(part)
     return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
@@ -143,7 +144,7 @@ def _interleave_qkv(
 ) -> torch.Tensor:
     groups, dim = shape.num_query_groups, shape.head_dim
     queries = shape.num_heads // groups
-    split = groups % tp_size == 0  # whole groups per rank: read only this rank's
+    split = groups % tp_size == 0  # each rank has whole groups: read only this rank's
     first, count = (tp_rank * groups // tp_size, groups // tp_size) if split else (0, groups)
     parts = []
     for (name, _), heads in zip(spec.hf, (queries, 1, 1)):
