@@ -1,8 +1,8 @@
-"""Checksums of a checkpoint's files, written when a save is complete and compared before anything is loaded.
+"""Checksums of a checkpoint's files, written after a save and compared before anything is loaded.
 
-torch.distributed.checkpoint reads tensors without looking for damage: a flipped byte would be trained on. One file,
-`vcpo_checksums.json`, in the folder of an iteration lists every other file there with its bytes and its CRC-32, and
-carries a CRC-32 of the list itself. That finds accidents; against intent it is no help (docs/security.md).
+torch.distributed.checkpoint does not check tensors for damage, so training would go on with a flipped byte. The file
+`vcpo_checksums.json` in an iteration's folder lists every other file there with its size in bytes and its CRC-32, and
+holds a CRC-32 of the list itself. This finds accidental damage, not tampering (docs/security.md).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megatron_vcpo.runtime.agreement import raise_together
 from megatron_vcpo.runtime.files import replace_bytes
 
 MANIFEST = "vcpo_checksums.json"
-ROLLOUT_STATE = "train_dataloader_dprank"  # how the names of these files begin
+ROLLOUT_STATE = "train_dataloader_dprank"  # prefix of the names of these files
 _VERSION = 1
-_BLOCK = 4 << 20  # bytes read at once
-_THREADS = 4  # zlib lets go of the interpreter's lock
-_WRITTEN_BY = re.compile(r"__(\d+)_\d+\.distcp")  # torch names a file by the rank that writes it
+_BLOCK = 4 << 20  # bytes per read
+_THREADS = 4  # zlib releases the GIL
+_WRITTEN_BY = re.compile(r"__(\d+)_\d+\.distcp")  # torch names a file after the rank that writes it
 
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """What is remembered of one file."""
+    """The listed size and checksum of one file."""
 
     size: int  # bytes
     crc: str  # CRC-32, eight hexadecimal digits
 
 
 def file_sum(path: Path) -> FileSum:
-    """Read a file from beginning to end."""
+    """Size and CRC-32 of a file; reads all of it."""
     crc, size = 0, 0
     with path.open("rb", buffering=0) as file:
         block = bytearray(_BLOCK)
@@ -49,13 +49,13 @@ def file_sum(path: Path) -> FileSum:
 
 
 def write(folder: Path) -> None:
-    """Hash the files of a finished save and list them; a collective over all processes, where there are several.
+    """Hash the files of a finished save and list them; collective over all processes if there are several.
 
-    Each rank reads back what it wrote, which its machine still holds in memory, and rank 0 what belongs to no rank.
-    The list is renamed into place when it is on disk, so that a killed save leaves no half of one.
+    Each rank reads back what it wrote, which its machine still has cached in memory; rank 0 also reads files of no
+    particular rank. The list is renamed into place once it is on disk, so that a killed save leaves no partial list.
 
     Raises:
-        CheckpointError: on every rank; a file cannot be read or the list not written.
+        CheckpointError: on every rank; a file cannot be read, or the list cannot be written.
     """
     rank, world = _place()
     names = [name for name in _names(folder) if _writer(name) % world == rank]
@@ -75,24 +75,24 @@ def write(folder: Path) -> None:
             _write_list(folder / MANIFEST, {name: each for part in parts for name, each in part.items()})
         except OSError as error:
             failure = CheckpointError(f"{folder / MANIFEST} cannot be written ({error.strerror}).")
-            failure.__cause__ = error  # a full disk has a sentence of its own
+            failure.__cause__ = error  # launch/ explains a full disk in its own sentence
     raise_together(failure)
 
 
 def remove(folder: Path) -> None:
-    """Forget what an earlier save into the same folder wrote; call it on one process."""
+    """Remove the list that an earlier save into the same folder wrote. Call it in one process only."""
     (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def check_sizes(folder: Path, *, rollout_state: bool = True) -> None:
-    """Every listed file is there and as long as it was: quick, and finds partial copies.
+    """Check that every listed file exists with its listed size: quick, and finds partial copies.
 
     Args:
-        folder: of one iteration; one without a list passes.
-        rollout_state: whether the files of the flow's state matter.
+        folder: of one iteration; passes if it has no list.
+        rollout_state: whether to check the files of the flow's state too.
 
     Raises:
-        CheckpointError: the first file that is missing or of another length, or the list itself.
+        CheckpointError: names the first file that is missing or has another size, or the list if that is damaged.
     """
     for name, saved in _read_list(folder).items():
         if rollout_state or not _is_rollout_state(name):
@@ -100,17 +100,17 @@ def check_sizes(folder: Path, *, rollout_state: bool = True) -> None:
 
 
 def verify(folder: Path, *, rollout_state: bool = True) -> bool:
-    """Compare every file with its checksum; a collective over all processes, which share the files by their bytes.
+    """Compare every file with its checksum; collective over all processes, among which the bytes are divided.
 
     Args:
         folder: of one iteration.
-        rollout_state: whether the files of the flow's state matter.
+        rollout_state: whether to check the files of the flow's state too.
 
     Returns:
-        Whether there was a list to compare with: checkpoints of other programs have none.
+        Whether there was a list to compare with; other programs' checkpoints have none.
 
     Raises:
-        CheckpointError: on every rank; the first file that is damaged.
+        CheckpointError: on every rank; names the first file that is damaged.
     """
     failure: CheckpointError | None = None
     listed: dict[str, FileSum] = {}
@@ -150,7 +150,7 @@ def _writer(name: str) -> int:
 
 
 def _share(listed: dict[str, FileSum], rank: int, world: int) -> list[str]:
-    """The files of one rank, of about the same bytes for each: the largest first, to whoever has the least."""
+    """The files that one rank reads. Largest first, each goes to the rank with the fewest bytes so far."""
     loads, mine = [0] * world, []
     for name in sorted(listed, key=lambda each: (-listed[each].size, each)):
         least = min(range(world), key=lambda each: loads[each])
@@ -195,7 +195,7 @@ def _write_list(path: Path, sums: dict[str, FileSum]) -> None:
 
 
 def _read_list(folder: Path) -> dict[str, FileSum]:
-    """Name -> size and checksum; empty where there is no list."""
+    """Name -> size and checksum; empty if there is no list."""
     path = folder / MANIFEST
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Where Megatron's training saves and loads: checksums are written after the one and compared before the other."""
+"""Hook into Megatron's training: write checksums after each save, and compare them before each load."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_vcpo.checkpoint.torch_dist import TRACKER
 
 
 def install(*, verify: bool, rollout_state: bool) -> None:
-    """Wrap the two functions of dist_checkpointing by which megatron.training saves and begins to load. Idempotent.
+    """Wrap the functions of dist_checkpointing with which megatron.training saves and starts to load. Idempotent.
 
     Args:
-        verify: whether checksums are made and compared; otherwise those of an earlier save into a folder are removed.
-        rollout_state: whether the flow's state will be read.
+        verify: whether to write and compare checksums. If False, a save removes those that an earlier save left.
+        rollout_state: whether the run will read the flow's state.
     """
     from megatron.core import dist_checkpointing
 
@@ -34,10 +34,10 @@ def install(*, verify: bool, rollout_state: bool) -> None:
         if request is None:
             finish()
         else:
-            request.finalize_fns.append(finish)  # an asynchronous save: run on all ranks when all is on disk
+            request.finalize_fns.append(finish)  # an asynchronous save: runs on all ranks once everything is on disk
         return request
 
-    # What load_checkpoint() reads first, on all ranks, of every distributed checkpoint.
+    # load_checkpoint() calls this first, on all ranks, for every distributed checkpoint.
     @functools.wraps(stock_load)
     def load_common_state_dict(checkpoint_dir: Any) -> Any:
         if verify and not checksums.verify(Path(checkpoint_dir), rollout_state=rollout_state):
@@ -51,7 +51,7 @@ def install(*, verify: bool, rollout_state: bool) -> None:
 
 
 def loaded_iteration(args: argparse.Namespace) -> Path | None:
-    """The folder of the iteration that --load will take; None where it names none."""
+    """The folder of the iteration that --load will read; None without --load."""
     if args.load is None:
         return None
     tracker = Path(args.load) / TRACKER

@@ -1,4 +1,4 @@
-"""config.json from a Megatron model, Megatron's flags from a config.json, and the check that the two agree."""
+"""config.json from a Megatron model, Megatron's flags from a config.json, and a check that the two agree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_vcpo.models.naming import Family
 
 
 def hf_config_from_megatron(config: Any, facts: ModelFacts, *, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json (transformers 5) of a Megatron model; CheckpointError where no family fits."""
+    """The config.json (transformers 5) of a Megatron model; CheckpointError if it belongs to no family."""
     model = describe_megatron(config, facts)
     fields: dict[str, Any] = {
         "architectures": [model.family.architecture],
@@ -36,7 +36,7 @@ def hf_config_from_megatron(config: Any, facts: ModelFacts, *, dtype: torch.dtyp
         "rms_norm_eps": model.norm_epsilon,
         "rope_parameters": _rope(model),
         "max_position_embeddings": model.max_position_embeddings,
-        # ModelFiles says which; transformers' defaults name tokens that another tokenizer does not have
+        # ModelFiles sets these; transformers' defaults name tokens that this tokenizer may not have
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -125,18 +125,19 @@ _OWN_FIELDS: dict[str, Callable[[ModelDescription], dict[str, Any]]] = {
 
 
 def write_model_dir(path: str | Path, config: Any, facts: ModelFacts, files: ModelFiles, *, dtype: torch.dtype) -> None:
-    """Write a Hugging Face folder without weights: for an engine that starts with dummy ones, and beside checkpoints.
+    """Write a Hugging Face folder without weights: for an engine that starts with dummy weights, and as the record
+    beside a checkpoint.
 
-    Call it on one rank. Raises CheckpointError where no family fits.
+    Call it on one rank only. Raises CheckpointError if the model belongs to no family.
     """
     write_folder(path, files.laid_out(hf_config_from_megatron(config, facts, dtype=dtype)))
 
 
 def check_config_matches(hf_dir: str | Path, config: Any, facts: ModelFacts) -> ModelDescription:
-    """The model, as config.json and Megatron agree on it.
+    """Check that config.json and Megatron agree, and return the model's description.
 
     Raises:
-        CheckpointError: they disagree; every field is listed, and the flag that mends it.
+        CheckpointError: they disagree; every such field is listed with the flag that corrects it.
     """
     wanted, actual = describe_hf(hf_dir), describe_megatron(config, facts)
     problems = []
@@ -149,7 +150,7 @@ def check_config_matches(hf_dir: str | Path, config: Any, facts: ModelFacts) -> 
         problems.append(f"{field} is {_show(have)}, the checkpoint's {_show(want)} ({_mend(field, want, have)})")
     if problems:
         raise CheckpointError(f"Megatron's model is not the one in {hf_dir}: {'; '.join(problems)}.")
-    # how ranks split the latents is the built model's matter
+    # only the built model knows how ranks split the latents
     return dataclasses.replace(wanted, latent=actual.latent)
 
 
@@ -160,7 +161,7 @@ def _show(value: Any) -> str:
 
 
 def _mend(field: str, want: Any, have: Any) -> str:
-    """The flags to give, or to take away."""
+    """Which flags to add or remove to correct a field."""
     if field == "renormalize_top_k":
         return "remove --moe-router-pre-softmax" if want else "--moe-router-pre-softmax"
     flags, present = FLAGS[field](want), FLAGS[field](have)
@@ -170,8 +171,8 @@ def _mend(field: str, want: Any, have: Any) -> str:
 def megatron_flags_for(hf_dir: str | Path, *, tensor_model_parallel_size: int = 1) -> list[str]:
     """Megatron's flags for the model in config.json, ready for a command line.
 
-    --padded-vocab-size is given too: Megatron would derive it from the tokenizer, which may know fewer tokens than
-    the checkpoint's embedding has rows.
+    They include --padded-vocab-size, because Megatron would derive it from the tokenizer, which may have fewer tokens
+    than the checkpoint's embedding has rows.
     """
     model = describe_hf(hf_dir)
     multiple = 128 * tensor_model_parallel_size

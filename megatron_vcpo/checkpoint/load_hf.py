@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint into a Megatron model: each rank reads its own part, by the table that sync/ uses."""
+"""Load a Hugging Face checkpoint into a Megatron model: each rank reads its own part, by the tables that sync/ uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vcpo.models.naming import Family, ModelShape, ParameterLayout, Par
 from megatron_vcpo.models.naming.families import EMBEDDING, OUTPUT_LAYER
 from megatron_vcpo.runtime.agreement import raise_together
 
-# Old checkpoints store this buffer, which follows from the configuration.
+# Old checkpoints store this buffer, though it follows from the configuration.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"^(model\.layers\.(\d+))\.")
 _EMBED_TOKENS, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -30,11 +30,11 @@ def load_hf_checkpoint(
     folder: str | Path,
     groups: Any | None = None,
 ) -> int:
-    """Copy a checkpoint into the parameters, in place, converted to their type; returns the parameters filled here.
+    """Copy a checkpoint into the parameters in place, in their dtype; returns how many parameters this rank filled.
 
-    Call it on every rank, before the optimizer copies its main parameters, and after Float16Module, which would round
-    the router's bias. Rows past the checkpoint's vocabulary
-    become zero. Nothing is written unless every name and shape agrees.
+    Call it on every rank, before the optimizer copies its main parameters and after Float16Module, which would round
+    the router's bias. Rows beyond the checkpoint's vocabulary become zero. Nothing is written unless every name and
+    shape agrees.
 
     Args:
         model_chunks: this rank's GPTModels, wrapped or not; one for each virtual pipeline stage.
@@ -44,7 +44,8 @@ def load_hf_checkpoint(
         groups: process groups `tp`, `pp`, `ep`, `expt_tp` (ProcessGroupCollection); None for a single process.
 
     Raises:
-        CheckpointError: on every rank; unreadable, missing or unknown names, other shapes, values that are not finite.
+        CheckpointError: on every rank; unreadable files, missing or unknown names, wrong shapes, values that are not
+            finite.
     """
     specs = family.parameters(shape)
     match = match_model(model_chunks, specs, shape, groups)
@@ -61,12 +62,12 @@ def load_hf_checkpoint(
 
 
 def check_hf_folder(folder: str | Path) -> None:
-    """The folder holds the weights of its config.json, all of them and nothing else; only headers are read.
+    """Check that the folder holds exactly the weights of its config.json; reads only headers.
 
-    It needs no process group and no model: call it before either exists.
+    It needs neither process groups nor a model, so call it before they exist.
 
     Raises:
-        CheckpointError: an unknown model, an unreadable file, tensors that are missing, unknown, of another shape or
+        CheckpointError: an unknown model, an unreadable file, tensors that are missing, unknown, of the wrong shape or
             quantized.
     """
     model = describe_hf(folder)
@@ -77,13 +78,13 @@ def check_hf_folder(folder: str | Path) -> None:
 def check_names(
     source: SafetensorsFolder, specs: Sequence[ParameterSpec], shape: ModelShape, *, values: bool = True
 ) -> None:
-    """Every tensor of the table is in the checkpoint with its shape, and nothing else is.
+    """Check that the checkpoint holds exactly the table's tensors, with their shapes.
 
     Args:
         source: the checkpoint.
         specs: the table of its family.
         shape: sizes of the model.
-        values: also read an output layer that a tied model stores, and compare it with the embedding.
+        values: if a tied model stores its output layer, also compare its values with the embedding's.
 
     Raises:
         CheckpointError: one sentence with the first tensors of each problem.
@@ -123,7 +124,7 @@ def check_names(
 
 
 def _check_tied(source: SafetensorsFolder) -> None:
-    """Some checkpoints of tied models store the output layer all the same; then it has to be the embedding."""
+    """Some checkpoints of tied models store the output layer nevertheless; it must then equal the embedding."""
     same_shape = source.shape(_LM_HEAD) == source.shape(_EMBED_TOKENS)
     if not same_shape or not torch.equal(source.slice(_LM_HEAD)[:], source.slice(_EMBED_TOKENS)[:]):
         raise CheckpointError(
@@ -141,7 +142,7 @@ def _fill(
     layout: ParameterLayout,
 ) -> None:
     for name, parameter in local.items():
-        # the last stage's copy of tied embeddings is filled from what it is a copy of
+        # the last stage's copy of tied embeddings is filled from the embedding itself
         spec = specs[EMBEDDING if name == OUTPUT_LAYER and shape.tied_embeddings else name]
         shard = import_shard(spec, shape, source.slice, *layout.tp_of(spec))
         parameter.copy_(shard)

@@ -1,11 +1,11 @@
-"""ModelFiles: what belongs to a model's folder beside its weights and its architecture, one rule for every path.
+"""ModelFiles: what belongs to a model's folder besides weights and architecture. Every code path uses the same rules.
 
-    config.json               bos, eos and pad token ids (the rest of it is hf_config.py's)
-    generation_config.json    overrides them where text is generated; may be missing
-    tokenizer files           with the chat template
+    config.json               bos, eos and pad token ids (hf_config.py has the rest)
+    generation_config.json    overrides them in generation; may be missing
+    tokenizer files           including the chat template
 
-A Hugging Face folder holds them. A Megatron checkpoint has no place for them: a folder `huggingface` stands beside it,
-which is a Hugging Face folder without weights.
+A Hugging Face folder holds them. A Megatron checkpoint has no place for them, so a folder `huggingface` beside it holds
+them: a Hugging Face folder without weights.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_FURTHER_TEMPLATES = "additional_chat_templates"  # one file for each, where transformers 5 writes more than one
+_FURTHER_TEMPLATES = "additional_chat_templates"  # transformers 5 writes one file for each further template
 
 TokenIds = int | list[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """What one folder says."""
+    """What one folder says about end tokens, generation and tokenizer."""
 
-    folder: Path  # for messages: who says where a response ends
+    folder: Path  # for messages: the folder that says where a response ends
     tokens: dict[str, TokenIds]  # TOKEN_FIELDS, as transformers reads them from config.json
-    generation: dict[str, Any] | None  # None: there is no generation_config.json, and config.json alone counts
-    tokenizer: dict[str, Path]  # name in a model's folder -> file; empty where there is none
+    generation: dict[str, Any] | None  # None: without generation_config.json, config.json alone counts
+    tokenizer: dict[str, Path]  # name in a model's folder -> file; empty if there is none
 
     @property
     def end_ids(self) -> list[int]:
-        """Tokens that end a response: generation_config.json's where it names any, else config.json's."""
+        """Tokens that end a response: generation_config.json's if it names any, else config.json's."""
         named = (self.generation or {}).get("eos_token_id")
         return as_list(self.tokens["eos_token_id"] if named is None else named)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a vocabulary among the files."""
+        """Whether the files include a vocabulary."""
         return any(name in self.tokenizer for name in _VOCABULARIES)
 
     def with_tokenizer(self, folder: str | Path) -> ModelFiles:
@@ -65,12 +65,12 @@ class ModelFiles:
         return dataclasses.replace(self, tokenizer=_tokenizer_files(Path(folder)))
 
     def require_tokenizer(self, folder: str | Path, flag: str) -> None:
-        """CheckpointError, which names the flag, where there is no tokenizer."""
+        """Raise CheckpointError, naming the flag, if there is no tokenizer."""
         if not self.has_tokenizer:
             raise CheckpointError(f"{folder} holds no Hugging Face tokenizer; set {flag} to a folder that does.")
 
     def laid_out(self, config: dict[str, Any]) -> dict[str, Path | str]:
-        """Name -> file to copy or text, of a folder without weights; config.json is last: nothing loads without it.
+        """Name -> file to copy, or text, for a folder without weights. config.json is last: nothing loads without it.
 
         Args:
             config: the fields of config.json, whose token ids become this model's.
@@ -82,10 +82,11 @@ class ModelFiles:
 
 
 def read_model_folder(folder: str | Path) -> ModelFiles:
-    """What a Hugging Face folder with a config.json says.
+    """Read a Hugging Face folder that has a config.json.
 
     Raises:
-        CheckpointError: config.json or generation_config.json is missing, damaged or names tokens that are no numbers.
+        CheckpointError: config.json is missing, or it or generation_config.json is damaged or has token ids that are
+            not integers.
     """
     path = Path(folder)
     config, generation = _read_json(path / CONFIG), None
@@ -99,11 +100,12 @@ def read_model_folder(folder: str | Path) -> ModelFiles:
 
 
 def read_tokenizer_folder(folder: str | Path, tokenizer: Any | None = None) -> ModelFiles:
-    """What a folder says that is chosen for its tokenizer: a model's, or a tokenizer alone, whose own tokens count.
+    """Read a folder that was chosen for its tokenizer: a model's folder, or a tokenizer alone, whose own tokens then
+    count.
 
     Args:
-        folder: with the tokenizer's files.
-        tokenizer: the same, loaded; None loads it where it is needed.
+        folder: holds the tokenizer's files.
+        tokenizer: the loaded tokenizer; None loads it if needed.
     """
     path = Path(folder)
     if (path / CONFIG).is_file():
@@ -116,7 +118,7 @@ def read_tokenizer_folder(folder: str | Path, tokenizer: Any | None = None) -> M
 
 
 def read_record(*places: str | Path) -> ModelFiles | None:
-    """What stands beside a Megatron checkpoint, in the first of these folders that holds it; None where none does."""
+    """The record beside a Megatron checkpoint, from the first of these folders that has one; None if none has."""
     for place in places:
         if (Path(place) / RECORD / CONFIG).is_file():
             return read_model_folder(Path(place) / RECORD)
@@ -124,10 +126,10 @@ def read_record(*places: str | Path) -> ModelFiles | None:
 
 
 def with_chosen_tokenizer(record: ModelFiles | None, folder: str | Path | None) -> ModelFiles | None:
-    """A checkpoint's files with the tokenizer that was asked for, whose folder also says the rest where no record does.
+    """A checkpoint's files with the chosen tokenizer; without a record, the tokenizer's folder provides everything.
 
     Args:
-        record: what stands beside the checkpoint.
+        record: from `read_record`.
         folder: given as --tokenizer, or None.
 
     Raises:
@@ -141,7 +143,7 @@ def with_chosen_tokenizer(record: ModelFiles | None, folder: str | Path | None) 
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer; CheckpointError where transformers cannot load it."""
+    """The tokenizer; CheckpointError if transformers cannot load it."""
     from transformers import AutoTokenizer
 
     try:
@@ -154,8 +156,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def write_folder(target: str | Path, entries: dict[str, Path | str]) -> None:
-    """Write what `laid_out` gives into a folder of its own; each file is whole or untouched, and what belongs to such a
-    folder but not to this model is removed. Call it on one rank."""
+    """Write the result of `laid_out` into a folder of its own. Every file is written whole or left unchanged; files of
+    another model's folder are removed. Call it on one rank only."""
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
     old = {*_tokenizer_files(folder), GENERATION}
@@ -171,7 +173,7 @@ def write_folder(target: str | Path, entries: dict[str, Path | str]) -> None:
 
 
 def write_into(folder: PartialFolder, entries: dict[str, Path | str], *, under: str = "") -> None:
-    """The same into a conversion's output, in a folder of this name there."""
+    """Write the result of `laid_out` into a conversion's output, below the folder `under` if given."""
     for name, entry in entries.items():
         with folder.file(str(Path(under) / name)) as part:
             if isinstance(entry, Path):
@@ -188,7 +190,7 @@ def fingerprint(files: ModelFiles | None) -> Iterator[Path]:
 
 
 def as_list(ids: TokenIds) -> list[int]:
-    """Token ids as config files write them: a number, several, or none."""
+    """Token ids as config files write them (a number, a list or nothing) as a list."""
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
@@ -199,7 +201,7 @@ def _tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 def _class_defaults(model_type: Any) -> dict[str, TokenIds]:
-    """What transformers takes for a field that config.json leaves out: the class of the model says."""
+    """transformers' values for fields that config.json leaves out, which depend on the model's class."""
     from transformers import CONFIG_MAPPING
 
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING

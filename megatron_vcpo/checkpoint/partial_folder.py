@@ -1,9 +1,9 @@
-"""PartialFolder: an output folder that appears under its name only when it is complete, and can be resumed.
+"""PartialFolder: an output folder that gets its name only when it is complete, and can be resumed.
 
-    out.partial/     while it is being written, with a journal of the files that are finished
+    out.partial/     while it is being written, with a journal of the finished files
     out/             afterwards; conversion.json in it says what it was made from
 
-A killed conversion leaves only `out.partial`, which holds no file that would let it be loaded: those come last.
+A killed conversion leaves only `out.partial`, which cannot be loaded because the files needed for that come last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_vcpo.runtime.files import sync
 
 PROVENANCE = "conversion.json"
 _JOURNAL = "journal.jsonl"
-_FULL_DISK_BYTES = 1 << 20  # free space below which a failed write is the disk's fault
+_FULL_DISK_BYTES = 1 << 20  # a write that fails with less free space than this is blamed on a full disk
 
 
 @dataclass
@@ -32,19 +32,19 @@ class PartFile:
     """A file being written."""
 
     path: Path  # a temporary name
-    record: Any = field(default=None)  # what to remember about it when the conversion is resumed
+    record: Any = field(default=None)  # kept in the journal for a resumed conversion
 
 
 class PartialFolder:
     """The output of one conversion.
 
     Args:
-        target: the folder to be made.
-        settings: what the output depends on (JSON); a partial folder of other settings is refused.
+        target: the folder to create.
+        settings: what the output depends on (JSON); a partial folder with other settings is refused.
         overwrite: replace a finished conversion at `target`, once the new one is complete.
 
     Raises:
-        CheckpointError: something is in the way; one sentence says what.
+        CheckpointError: something is in the way; the message, one sentence, says what.
     """
 
     def __init__(self, target: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
@@ -66,7 +66,8 @@ class PartialFolder:
         self._resume()
 
     def missing_bytes(self, sizes: dict[str, int]) -> int:
-        """Bytes of the planned files (name -> bytes) that are still to be written; CheckpointError on a small disk."""
+        """Bytes of the planned files (name -> bytes) not yet written; CheckpointError if the disk is too small for
+        them."""
         needed = sum(size for name, size in sizes.items() if name not in self.finished)
         free = shutil.disk_usage(self.path).free
         if needed > free:
@@ -77,7 +78,7 @@ class PartialFolder:
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[PartFile]:
-        """Write one file under a temporary name; it gets its own, and a line in the journal, when it is on disk."""
+        """Write one file under a temporary name; once on disk it gets its final name and a line in the journal."""
         final = self.path / name
         final.parent.mkdir(parents=True, exist_ok=True)
         part = PartFile(final.with_name(final.name + ".tmp"))
@@ -89,7 +90,7 @@ class PartialFolder:
             sync(final.parent)
             self._note({"file": name, "bytes": final.stat().st_size, "record": part.record})
         except Exception as error:
-            full = self._disk_is_full(error)  # before the half file makes room
+            full = self._disk_is_full(error)  # before removing the partial file frees space
             part.path.unlink(missing_ok=True)
             if not full:
                 raise
@@ -100,12 +101,12 @@ class PartialFolder:
         self.finished[name] = part.record
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file, again where it is there."""
+        """Write a small file, replacing one that exists."""
         with self.file(name) as part:
             part.path.write_text(text)
 
     def adopt(self, name: str) -> None:
-        """Note a file that another package wrote under its own name; it has to be complete."""
+        """Enter a complete file that another package wrote under its final name in the journal."""
         path = self.path / name
         self._let_read(path)
         sync(path)
@@ -113,15 +114,15 @@ class PartialFolder:
         self.finished[name] = None
 
     def adopt_all(self) -> None:
-        """`adopt` every file that is not in the journal: another package has just written them all."""
+        """`adopt` every file that is not in the journal, after another package has written them all."""
         for path in sorted(self._strays()):
             self.adopt(str(path.relative_to(self.path)))
 
     def commit(self) -> None:
-        """Give the folder its name. Everything that makes it loadable has to be in it.
+        """Give the folder its final name. It must be complete.
 
         Raises:
-            CheckpointError: a file is in it that is not in the journal.
+            CheckpointError: it holds a file that is not in the journal.
         """
         self.write_text(PROVENANCE, json.dumps(self._settings, indent=2) + "\n")
         if strays := [str(path.relative_to(self.path)) for path in self._strays()]:
@@ -139,16 +140,16 @@ class PartialFolder:
         shutil.rmtree(self._old, ignore_errors=True)
 
     def close(self) -> None:
-        """Let another process go on."""
+        """Release the lock, so that another process can use the folder."""
         self._journal.close()
 
     def discard(self) -> None:
-        """Remove what was written, where nothing can go on after it."""
+        """Remove what was written, if a later run could not continue from it."""
         shutil.rmtree(self.path)
         self._journal.close()
 
     def _refuse_foreign(self) -> None:
-        """What stands beside the target under the names that are used here has to be this class's work."""
+        """Refuse files beside the target that have the names used here but were not made by this class."""
         journal = self.path / _JOURNAL
         if _is_filled(self.path) and not (journal.is_file() and (journal.stat().st_size or _is_alone(journal))):
             raise CheckpointError(
@@ -180,7 +181,7 @@ class PartialFolder:
         except BlockingIOError as error:
             raise CheckpointError(f"Another process is writing {self.path} now; wait for it or end it.") from error
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # the file system has no locks
                 raise
 
     def _resume(self) -> None:
@@ -188,7 +189,7 @@ class PartialFolder:
         self._journal.seek(0)
         try:
             text = self._journal.read()
-            # a line that a killed process began is no line
+            # ignore an incomplete last line, from a process that was killed
             lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
             settings = dict(lines[0]["settings"]) if lines else {}
             files = [(str(line["file"]), int(line["bytes"]), line["record"]) for line in lines[1:]]
@@ -212,7 +213,7 @@ class PartialFolder:
         for name, size, record in files:
             if (self.path / name).is_file() and (self.path / name).stat().st_size == size:
                 self.finished[name] = record
-        for path in self._strays():  # a killed process leaves its own temporary files, and those of other packages
+        for path in self._strays():  # temporary files that a killed process or other packages left
             path.unlink()
 
     def _strays(self) -> list[Path]:
@@ -221,7 +222,7 @@ class PartialFolder:
         return [path for path in self.path.rglob("*") if path not in known and (path.is_symlink() or not path.is_dir())]
 
     def _let_read(self, path: Path) -> None:
-        """Give a file the usual mode: safetensors makes files that only their owner can read."""
+        """Give a file the usual mode; safetensors creates files that only their owner can read."""
         path.chmod(os.fstat(self._journal.fileno()).st_mode & 0o777)
 
     def _note(self, line: dict[str, Any]) -> None:
@@ -230,7 +231,8 @@ class PartialFolder:
         os.fsync(self._journal.fileno())
 
     def _disk_is_full(self, error: Exception) -> bool:
-        """Writers in C++ lose the reason on the way; then the disk itself has to tell."""
+        """Whether a full disk caused the error. Writers in C++ lose the reason, so the disk's free space decides
+        then."""
         if isinstance(error, CheckpointError):
             return False
         if isinstance(error, OSError) and error.errno is not None:
@@ -239,7 +241,7 @@ class PartialFolder:
 
 
 def _is_filled(path: Path) -> bool:
-    """Whether something is there that is more than an empty folder."""
+    """Whether something exists there other than an empty folder."""
     return path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
 
 

@@ -1,4 +1,4 @@
-"""SafetensorsFolder: the tensors of a Hugging Face checkpoint, read lazily from one file or from many."""
+"""SafetensorsFolder: the tensors of a Hugging Face checkpoint, read lazily from one or more files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
-    """Names, shapes and slices of a checkpoint's tensors; nothing but headers is read until a slice is indexed.
+    """Names, shapes and slices of a checkpoint's tensors; only headers are read until a slice is indexed.
 
     Raises:
-        CheckpointError: no such folder, no safetensors files, a truncated or missing file, a tensor in two files,
-            another model beside the one in shards.
+        CheckpointError: no such folder, no safetensors files, a truncated or missing file, a tensor in two files, or
+            another model beside the sharded one.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -34,11 +34,11 @@ class SafetensorsFolder:
             self._check(path, listed)
 
     def names(self) -> set[str]:
-        """Every tensor of the checkpoint."""
+        """Names of all tensors of the checkpoint."""
         return set(self._place)
 
     def slice(self, name: str) -> Any:
-        """A lazy tensor: indexing it reads that part of the file."""
+        """A lazy tensor; indexing it reads just that part of the file."""
         return self._open(self._place[name]).get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class SafetensorsFolder:
         return tuple(self.slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Type as the format calls it: 'BF16', 'I8', 'F8_E4M3'."""
+        """Dtype in safetensors' spelling: 'BF16', 'I8', 'F8_E4M3'."""
         return str(self.slice(name).get_dtype())
 
     def is_float(self, name: str) -> bool:
@@ -54,11 +54,11 @@ class SafetensorsFolder:
         return self.dtype(name) in _FLOAT_TYPES
 
     def release(self) -> None:
-        """Close the files, whose mapped pages count as this process's memory; the next read opens what it needs."""
+        """Close the files, whose mapped pages count as this process's memory. The next read opens what it needs."""
         self._files.clear()
 
     def _listing(self) -> dict[Path, list[str] | None]:
-        """Files of the checkpoint, each with the tensors that the index puts there (None: no index)."""
+        """The checkpoint's files, each with the tensors that the index lists for it (None: no index)."""
         if not self.folder.is_dir():
             raise CheckpointError(f"There is no checkpoint folder {self.folder}.")
         index = self.folder / _INDEX
@@ -105,7 +105,7 @@ class SafetensorsFolder:
         return self._files[key]
 
     def _check(self, path: Path, listed: list[str] | None) -> None:
-        """The index and the file's header have to name the same tensors."""
+        """Check that the index and the file's header name the same tensors."""
         if listed is None:
             return
         difference = set(self._open(path).keys()) ^ set(listed)

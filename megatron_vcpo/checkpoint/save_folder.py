@@ -1,6 +1,6 @@
-"""What the folders of --load and --save hold before a run starts, and what a save may do to what is there.
+"""Checks of the folders of --load and --save before a run starts, and protection of checkpoints that are there.
 
-A run goes on from what its --save folder holds, or starts in one that holds nothing: it never takes over.
+A run continues from its --save folder or starts in an empty one; it never takes over the folder of another run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ _RELEASE = "release"
 
 
 def check_folders(args: argparse.Namespace) -> None:
-    """Refuse what could not be loaded, or would be written over; leave --load None where the run is to begin there.
+    """Refuse a --load that cannot be loaded and a --save that would be overwritten. Sets --load to None if the run
+    starts there from scratch.
 
-    Megatron would go on with random weights, or exit with code 0.
+    Without this check, Megatron would continue with random weights, or exit with code 0.
 
     Raises:
-        ConfigError: one sentence that names the folder, what is wrong, and the newest complete checkpoint if any.
+        ConfigError: one sentence with the folder, what is wrong, and the newest complete checkpoint, if any.
     """
     if args.load is not None and not _holds_checkpoint(args):
         args.load = None
@@ -32,7 +33,7 @@ def check_folders(args: argparse.Namespace) -> None:
 
 
 def refuse_takeover(args: argparse.Namespace) -> None:
-    """Raise ConfigError where --save holds complete checkpoints and the run goes on from none of them."""
+    """Raise ConfigError if --save holds complete checkpoints but the run continues from none of them."""
     folder = Path(args.save)
     newest = newest_complete(folder) if folder.is_dir() else None
     if newest is None or (_is_same(args.load, folder) and not args.finetune):
@@ -52,22 +53,22 @@ def refuse_takeover(args: argparse.Namespace) -> None:
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The checkpoint of the highest iteration that was written to its end."""
+    """The complete checkpoint of the highest iteration; None if there is none."""
     found = [path for path in folder.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name) and is_complete(path)]
     return max(found, key=_number, default=None)
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint's folder holds what is written last: metadata.json, or the files of --ckpt-format torch."""
+    """Whether a checkpoint's folder holds the files written last: metadata.json, or those of --ckpt-format torch."""
     whole = (checkpoint / "metadata.json").is_file() and (checkpoint / ".metadata").is_file()
     return whole or any(checkpoint.glob("mp_rank_*/model_optim_rng.pt"))
 
 
 def set_aside(args: argparse.Namespace, iteration: int) -> None:
-    """Before a checkpoint is written: keep a complete one of the same iteration under another name. Rank 0 only.
+    """Before a checkpoint is written, rename a complete one of the same iteration to keep it. Rank 0 only.
 
-    It was written by a run that went further than the checkpoint that this run went on from. At no moment does the
-    tracker name what is not there.
+    A run that got further than the checkpoint from which this run continues wrote it. The tracker never names a folder
+    that does not exist.
     """
     folder = Path(args.save)
     earlier = folder / f"iter_{iteration:07d}"
@@ -97,7 +98,7 @@ def _is_same(load: str | None, folder: Path) -> bool:
 
 
 def _holds_checkpoint(args: argparse.Namespace) -> bool:
-    """False where --load names the folder of a run that is yet to begin."""
+    """Whether --load holds a checkpoint; False if it is the folder of a run that has not begun."""
     folder = Path(args.load)
     name = _asked_step(args) or _tracked(folder)
     if name is None:
@@ -121,17 +122,17 @@ def _holds_checkpoint(args: argparse.Namespace) -> bool:
 
 
 def _asked_step(args: argparse.Namespace) -> str | None:
-    """--ckpt-step, which Megatron takes only beside a readable tracker or none."""
+    """--ckpt-step, which Megatron accepts only if the tracker is readable or missing."""
     if args.ckpt_step is None:
         return None
-    if args.ckpt_step < 1:  # Megatron takes 0 for 'not given'
+    if args.ckpt_step < 1:  # Megatron treats 0 as 'not given'
         raise ConfigError(f"--ckpt-step {args.ckpt_step} is not the number of a saved iteration; give one from 1 on.")
     _tracked(Path(args.load))
     return str(args.ckpt_step)
 
 
 def _tracked(folder: Path) -> str | None:
-    """What the tracker names: an iteration, or 'release'; None where there is no tracker."""
+    """The tracker's content: an iteration, or 'release'; None if there is no tracker."""
     tracker = folder / TRACKER
     if not tracker.exists() and not tracker.is_symlink():
         return None

@@ -23,20 +23,20 @@ from megatron_vcpo.patches import checkpoint_unpickling
 from megatron_vcpo.patches.checkpoint_unpickling import UnreadableCheckpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# What PyTorch says to files that are cut short or hold something else: pickle has no errors of its own for most.
+# What PyTorch raises for files that are truncated or hold something else; pickle has no specific error for most cases.
 _DAMAGED = (OSError, RuntimeError, EOFError, AssertionError, LookupError, TypeError, ValueError, pickle.UnpicklingError)
 
 
 class TorchDistFolder:
-    """Megatron's torch_dist format, without the layout it was saved from.
+    """A checkpoint in Megatron's torch_dist format, read independently of the layout that saved it.
 
     Args:
-        folder: what was given to --save, or the folder of one iteration in it.
-        step: the iteration, where not the latest.
+        folder: the folder given to --save, or that of one iteration in it.
+        step: the iteration; default: the latest.
 
     Raises:
-        CheckpointError: nothing there, another format, an incomplete or damaged checkpoint, or one whose files name
-            what no checkpoint needs.
+        CheckpointError: no checkpoint, another format, an incomplete or damaged one, or one whose pickles name objects
+            that no checkpoint needs.
     """
 
     def __init__(self, folder: str | Path, step: int | None = None) -> None:
@@ -60,13 +60,13 @@ class TorchDistFolder:
         self._require_files(metadata)
 
     def common(self) -> dict[str, Any]:
-        """What is stored beside tensors: arguments, iteration, version of the content."""
+        """What is stored besides tensors: arguments, iteration, version of the content."""
         from megatron.core.dist_checkpointing import load_common_state_dict
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
         try:
             state = load_common_state_dict(self.path)
-        except CheckpointException as error:  # what reading raised, by rank
+        except CheckpointException as error:  # holds each rank's error
             reason: BaseException = next((failure for failure, _ in error.failures.values()), error)
             raise CheckpointError(f"The arguments in {self.path} cannot be read ({reason}).") from error
         except (*_DAMAGED, AttributeError, ImportError, CheckpointingException) as error:
@@ -76,7 +76,7 @@ class TorchDistFolder:
         return state
 
     def read(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The region of a global tensor, in the type it is stored in.
+        """A region of a global tensor, in its stored dtype.
 
         Raises:
             CheckpointError: the region is not stored exactly once, or its file is damaged.
@@ -99,10 +99,10 @@ class TorchDistFolder:
         return target
 
     def _near(self, key: str, wanted: ChunkStorageMetadata) -> list[ChunkStorageMetadata]:
-        """Stored chunks that may overlap the region: with thousands of experts, not all of them."""
+        """Stored chunks that may overlap the region; not all chunks, since there may be thousands of experts."""
         if key not in self._chunks:
             chunks = self.tensors[key].chunks
-            axes = 0  # leading axes along which every chunk is one thick: layers, experts
+            axes = 0  # leading axes along which every chunk has size 1: layers, experts
             while axes < len(wanted.sizes) and all(chunk.sizes[axes] == 1 for chunk in chunks):
                 axes += 1
             index: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
@@ -115,7 +115,7 @@ class TorchDistFolder:
         return self.tensors[key].chunks
 
     def _require_files(self, metadata: Any) -> None:
-        """Every file is there and as long as the metadata says: cheaper than to fail in the middle."""
+        """Check that every file exists with the size that the metadata implies, rather than fail halfway."""
         ends: dict[str, int] = defaultdict(int)
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
@@ -128,7 +128,7 @@ class TorchDistFolder:
 
 
 class _Into(DefaultLoadPlanner):
-    """Read into one tensor."""
+    """A load planner that reads into one given tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def locate(folder: Path, step: int | None = None) -> Path:
 
 
 def _check_format(path: Path) -> None:
-    """metadata.json says that the checkpoint is in the torch_dist format."""
+    """Raise CheckpointError unless metadata.json says that the format is torch_dist."""
     try:
         backend = json.loads(path.read_text())["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What the command lines in tools/ share: flags, progress, verification, and how they end."""
+"""What the command-line tools share: flags, progress, verification and exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def size(text: str) -> int:
-    """Bytes from '5GB', '500MB' or a number; argparse's complaint otherwise."""
+    """Bytes from '5GB', '500MB' or a number; raises argparse's error otherwise."""
     match = re.fullmatch(r"(\d+)\s*([KMGT]?B?)", text.strip().upper())
     unit = None if match is None else (match[2] if match[2].endswith("B") or not match[2] else match[2] + "B")
     if match is None or unit not in _UNITS or int(match[1]) == 0:
@@ -75,7 +75,7 @@ def add_conversion_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> ConversionOptions:
-    """The conversion that was asked for."""
+    """The options that the flags of both converters give."""
     return ConversionOptions(
         dtype=DTYPES.get(arguments.dtype or ""),
         shard_bytes=arguments.shard_size,
@@ -124,9 +124,9 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
 def verify(
     source: CheckpointSource, made: CheckpointSource, result: Result, how: str, options: ConversionOptions, quiet: bool
 ) -> None:
-    """Compare what was written with what it was made from; CheckpointError where they differ.
+    """Compare the output with its source; CheckpointError if they differ.
 
-    Says what it found on stderr: stdout is for the flags alone, which a script may take.
+    Reports on stderr, because stdout holds only the flags, which a script may read.
     """
     with _bar(_total(source, None), "verifying", quiet) as bar:
         ledger = compare(source, made, bar.update)
@@ -151,7 +151,7 @@ def verify(
 
 
 def verify_two(arguments: argparse.Namespace) -> int:
-    """Compare two checkpoints of any kind: 0 for the same model, 3 for another."""
+    """Compare two checkpoints of either kind; exit code 0 if they are the same model, 3 if not."""
     with single_process():
         a = open_source(arguments.a, step=arguments.step_a, vocab_size=arguments.vocab_size)
         b = open_source(arguments.b, step=arguments.step_b, vocab_size=arguments.vocab_size)
@@ -173,7 +173,7 @@ def verify_two(arguments: argparse.Namespace) -> int:
 
 
 def _compare_files(a: CheckpointSource, b: CheckpointSource) -> list[str]:
-    """Print what differs beside the weights, or whose files are unknown; return what differs."""
+    """Print the differences besides the weights, or which side's files are unknown; return the differences."""
     if a.files is not None and b.files is not None:
         lines = file_differences(a.files, b.files)
     else:
@@ -204,7 +204,7 @@ def _bar(total: int, what: str, quiet: bool) -> tqdm[NoReturn]:
 
 
 def run(name: str, command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """The exit code; what explains itself is one sentence on stderr."""
+    """Run a command and return its exit code; errors that explain themselves become one sentence on stderr."""
     transformers_logging.disable_progress_bar()
     try:
         return command(arguments)

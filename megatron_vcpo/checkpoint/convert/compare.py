@@ -1,4 +1,4 @@
-"""Are two checkpoints the same model? Tensor by tensor (the ledger), and by what the models compute (the logits)."""
+"""Check whether two checkpoints are the same model, tensor by tensor (the ledger) and by the logits they compute."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from megatron_vcpo.models.description import ModelDescription
 from megatron_vcpo.models.errors import CheckpointError
 
 _PROMPTS, _LENGTH = 4, 24
-# Same weights, fp32 arithmetic in another order: the difference over the largest logit. Measured: 1e-6 to 1e-5.
+# Largest difference over largest logit. With equal weights, the order of fp32 operations gives 1e-6 to 1e-5 (measured).
 LOGIT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What distinguishes one tensor."""
+    """How one tensor differs."""
 
     name: str
-    what: str  # shape, type or values
-    largest: float = math.nan  # absolute difference
-    relative: float = math.nan  # of norms
+    what: str  # shape, dtype or values
+    largest: float = math.nan  # largest absolute difference of its values
+    relative: float = math.nan  # norm of the difference over norm
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Every tensor of both checkpoints, once."""
+    """The comparison of every tensor of two checkpoints."""
 
-    equal: int = 0  # bit for bit
-    rounded: int = 0  # equal once the wider one is rounded to the narrower type
+    equal: int = 0  # tensors equal bit for bit
+    rounded: int = 0  # tensors equal once the wider is rounded to the narrower dtype
     differences: list[Difference] = field(default_factory=list)
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same values, up to the type they are stored in."""
+        """Whether both hold the same values, up to rounding to their dtypes."""
         return not (self.differences or self.only_a or self.only_b)
 
     def lines(self, limit: int = 20) -> Iterator[str]:
-        """For a person: what differs, the largest differences first."""
+        """Readable lines on what differs, largest differences first."""
         for title, names in (("only in A", self.only_a), ("only in B", self.only_b)):
             for name in names[:limit]:
                 yield f"{title}: {name}"
@@ -65,7 +65,7 @@ class Ledger:
 
 
 def description_differences(a: ModelDescription, b: ModelDescription) -> list[str]:
-    """Settings in which two models differ, a line for each; the context length is not one of them."""
+    """One line for each setting in which two models differ; the context length is not compared."""
     lines = []
     for entry in dataclasses.fields(ModelDescription):
         first, second = getattr(a, entry.name), getattr(b, entry.name)
@@ -77,13 +77,13 @@ def description_differences(a: ModelDescription, b: ModelDescription) -> list[st
 
 
 def narrower(a: CheckpointSource, b: CheckpointSource) -> torch.dtype:
-    """The narrower type of two checkpoints, by their embeddings."""
+    """The narrower of two checkpoints' dtypes, judged by their embeddings."""
     types = (a.dtype(a.specs[0]), b.dtype(b.specs[0]))
     return min(types, key=lambda dtype: dtype.itemsize)
 
 
 def compare(a: CheckpointSource, b: CheckpointSource, progress: Callable[[int], object] = lambda _: None) -> Ledger:
-    """Read both, one parameter at a time."""
+    """Compare all tensors, reading one parameter at a time."""
     ledger = Ledger()
     names_b = set(b.names)
     ledger.only_a = [name for name in a.names if name not in names_b]
@@ -123,18 +123,18 @@ def _equal_when_rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitGap:
-    """How far two models are apart on a few prompts."""
+    """How far two models' logits are apart on a few prompts."""
 
-    largest: float  # absolute difference of logits
+    largest: float  # largest absolute difference of logits
     scale: float  # largest logit of A
 
     @property
     def same(self) -> bool:
-        """Within what the order of additions explains."""
+        """Whether the order of floating-point operations can explain the difference."""
         return self.largest <= LOGIT_TOLERANCE * self.scale
 
     def line(self) -> str:
-        """For a person."""
+        """The gap as a readable line."""
         return f"logits: largest difference {self.largest:.3g}, largest logit {self.scale:.3g}"
 
 
@@ -142,8 +142,8 @@ def compare_logits(a: CheckpointSource, b: CheckpointSource, *, dtype: torch.dty
     """Run both, one after the other, in fp32 on the same random prompts.
 
     Args:
-        a, b: checkpoints of one vocabulary.
-        dtype: weights are rounded to it first, where one of the two was converted to it.
+        a, b: checkpoints with the same vocabulary.
+        dtype: weights are rounded to it first; give it if one checkpoint was converted to it.
     """
     if a.description.vocab_size != b.description.vocab_size:
         raise CheckpointError(
@@ -160,7 +160,8 @@ def compare_logits(a: CheckpointSource, b: CheckpointSource, *, dtype: torch.dty
 
 @torch.no_grad()
 def logits(source: CheckpointSource, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`[prompts, length, vocabulary]`, fp32, from transformers or from Megatron, whichever the checkpoint is for."""
+    """`[prompts, length, vocabulary]`, fp32, computed by transformers or by Megatron, according to the kind of
+    checkpoint."""
     if isinstance(source, MegatronSource):
         return _megatron_logits(source, tokens, dtype)
     assert isinstance(source, HuggingFaceSource)

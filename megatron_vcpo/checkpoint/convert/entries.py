@@ -1,7 +1,7 @@
 """How Megatron's dist_checkpointing stores each parameter of a model: keys, offsets, splits.
 
-Megatron says it itself: a GPTModel without memory for its weights is asked for its sharded state dict. A checkpoint's
-global tensors do not depend on the layout over ranks, so that a model of one process describes them all.
+Megatron itself tells: we ask a GPTModel without memory for its weights for its sharded state dict. A checkpoint's
+global tensors do not depend on the layout over ranks, so the model of a single process describes them all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_vcpo.models.naming import ModelShape, ParameterSpec
 type ShardedEntry = ShardedTensor | ShardedTensorFactory
 
 # The local layer spec stores some norms under the names that Transformer Engine gives them in dense layers with
-# ordinary attention. In layers with experts, and with latent attention, Transformer Engine's own names are others.
+# ordinary attention. In layers with experts, and with latent attention, Transformer Engine uses other names.
 _WITH_EXPERTS = ((re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),)
 _WITH_LATENTS = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
@@ -37,12 +37,12 @@ _WITH_LATENTS = (
 class Entries:
     """A model's part of a distributed checkpoint."""
 
-    tensors: dict[str, ShardedEntry]  # by the parameter's name in the tables, in their order
-    objects: dict[str, ShardedObject]  # extra state of modules, empty but expected when a model is loaded
+    tensors: dict[str, ShardedEntry]  # by the parameter's name in the tables, in the tables' order
+    objects: dict[str, ShardedObject]  # modules' extra state: empty, but expected when a model is loaded
 
     @classmethod
     def of(cls, model: Any, specs: Sequence[ParameterSpec], shape: ModelShape, metadata: dict[str, Any]) -> Entries:
-        """Ask a single-process model.
+        """Read the entries from a single-process model.
 
         Args:
             model: GPTModel, with weights or on the meta device.
@@ -63,12 +63,12 @@ class Entries:
         )
 
     def keys(self, spec: ParameterSpec) -> set[str]:
-        """Global tensors that hold the parameter."""
+        """Keys of the global tensors that hold the parameter."""
         entry = self.tensors[spec.name]
         return {piece.key for piece in pieces(entry, entry.data)}
 
     def transformer_engine_objects(self, specs: Sequence[ParameterSpec]) -> dict[str, ShardedObject]:
-        """Empty extra state that modules of Transformer Engine want to load and local ones do not have.
+        """Empty extra state that Transformer Engine's modules expect to load and local modules do not have.
 
         Without it, a model of that layer spec refuses the checkpoint (missing key ..._extra_state).
         """
@@ -83,7 +83,7 @@ class Entries:
         return {key: ShardedObject(key, None, (1,), (0,), replica_id=(0, 0, 0)) for key in keys}
 
     def twin_key(self, spec: ParameterSpec, key: str) -> str | None:
-        """The key under which a model of the Transformer Engine layer spec looks for the same tensor, if another."""
+        """The key under which Transformer Engine's layer spec looks for the same tensor; None if it is the same key."""
         prefix = f"decoder.layers.{spec.layer}."
         rules: tuple[tuple[re.Pattern[str], str], ...] = ()
         if f"{prefix}mlp.router.weight" in self.tensors:
@@ -97,14 +97,14 @@ class Entries:
 
 
 def pieces(entry: ShardedEntry, data: torch.Tensor) -> list[ShardedTensor]:
-    """The parts in which Megatron stores a parameter with these values (views of `data`)."""
+    """The parts in which Megatron stores a parameter whose values are `data` (views of it)."""
     if isinstance(entry, ShardedTensorFactory):
         return list(nested_values([dataclasses.replace(entry, data=data).build()]))
     return [dataclasses.replace(entry, data=data, dtype=data.dtype)]
 
 
 def assemble(entry: ShardedEntry, read: Callable[[ShardedTensor], torch.Tensor]) -> torch.Tensor:
-    """The parameter from its stored parts; `read` gives the values of one, in its local shape."""
+    """The parameter from its stored parts; `read` returns the values of one part in its local shape."""
     if isinstance(entry, ShardedTensorFactory):
         return entry.merge_fn(dict_list_map_outplace(read, entry.build()))
     return read(entry)

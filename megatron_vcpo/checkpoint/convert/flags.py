@@ -1,4 +1,4 @@
-"""Megatron's flags for a checkpoint, for people and for launch scripts, and the check of a layout against a model."""
+"""Megatron's flags for a checkpoint, to read or to use in a launch script, and a check that a model suits a layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PRECISION = {torch.float16: ["--fp16"], torch.bfloat16: ["--bf16"]}
 
 @dataclass(frozen=True, kw_only=True)
 class TargetLayout:
-    """Parallel sizes that a checkpoint is meant for. Any other layout loads it too; these are checked and printed."""
+    """Parallel sizes that a checkpoint is meant for. They are checked and printed; any other layout can load it too."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -29,13 +29,13 @@ class TargetLayout:
     expert_tensor: int | None = None  # None: Megatron's default, the tensor-parallel size
 
     def __post_init__(self) -> None:
-        """CheckpointError where a size is below 1."""
+        """Raise CheckpointError if a size is below 1."""
         expert_tensor = 1 if self.expert_tensor is None else self.expert_tensor
         if min(self.tensor, self.pipeline, self.expert, expert_tensor) < 1:
             raise CheckpointError("Every --target-...-parallel-size must be at least 1.")
 
     def check(self, model: ModelDescription, padded_vocab_size: int) -> None:
-        """Raise CheckpointError where the model does not divide over these sizes; the flag to change is named."""
+        """Raise CheckpointError, naming the flag to change, if the model does not divide over these sizes."""
         expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
         if model.num_layers % self.pipeline:
             raise CheckpointError(
@@ -73,7 +73,8 @@ class TargetLayout:
 
 
 def model_flags(folder: str | Path, dtype: torch.dtype, layout: TargetLayout) -> list[str]:
-    """Flags for the model in a folder's config.json, in a precision, with the vocabulary that a layout needs."""
+    """Flags for the model in a folder's config.json: its sizes, the precision, and the vocabulary padded for a
+    layout."""
     flags = megatron_flags_for(folder, tensor_model_parallel_size=layout.tensor)
     return [*flags, *_PRECISION.get(dtype, [])]
 

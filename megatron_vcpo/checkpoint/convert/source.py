@@ -1,4 +1,4 @@
-"""Two kinds of checkpoint under one interface: parameters by the tables' specs, one at a time."""
+"""Two kinds of checkpoint under one interface, which gives parameters one at a time, by the tables' specs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from megatron_vcpo.models.errors import CheckpointError, some
 from megatron_vcpo.models.naming import ParameterSpec, export_tensors, import_shard, join_experts
 
 _TYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_RELEASE_BYTES = 16 << 20  # mapped pages of files that were read count as memory until the files are closed
-# What a run saves beside its model, and state of modules that holds no weights.
+_RELEASE_BYTES = 16 << 20  # mapped pages of files count as memory until the files are closed
+# What a run saves besides its model, and modules' state that is not weights.
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+\.|rng_state|rerun_state|common_state)|\._extra_state")
 
 
 class CheckpointSource(ABC):
-    """A checkpoint's parameters, as Megatron holds them and as transformers does."""
+    """A checkpoint's parameters, in Megatron's arrangement and in transformers'."""
 
     path: Path
     description: ModelDescription
     padded_vocab_size: int
     specs: list[ParameterSpec]
     groups: list[tuple[ParameterSpec, ...]]
-    """Parameters that are made of the same Hugging Face tensors: one, or one for each expert."""
+    """Parameters made from the same Hugging Face tensors: one, or one for each expert."""
     files: ModelFiles | None
-    """What belongs to the model beside its weights; None: nothing beside a Megatron checkpoint says."""
+    """What belongs to the model besides its weights; None if a Megatron checkpoint has no record of it."""
 
     def __init__(self) -> None:
         self.shape = self.description.shape(self.padded_vocab_size)
@@ -48,15 +48,15 @@ class CheckpointSource(ABC):
 
     @abstractmethod
     def dtype(self, spec: ParameterSpec) -> torch.dtype:
-        """Type in which the parameter is stored (fp32 for fp64)."""
+        """Dtype in which the parameter is stored (fp32 for fp64)."""
 
     @abstractmethod
     def parameter(self, spec: ParameterSpec) -> torch.Tensor:
-        """The whole parameter in Megatron's arrangement, in the type it is stored in."""
+        """The whole parameter in Megatron's arrangement and its stored dtype."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """What tells that the checkpoint is still the same one."""
+        """Facts by which a resumed conversion recognizes the same checkpoint."""
 
     @property
     def names(self) -> list[str]:
@@ -67,12 +67,12 @@ class CheckpointSource(ABC):
         """One tensor by its Hugging Face name."""
         group = self._group_of[name]
         if self._last[0] != group[0].name:
-            self._last = ("", {})  # before the next one is read
+            self._last = ("", {})  # free it before the next one is read
             self._last = (group[0].name, dict(self.hf_tensors(group)))
         return self._last[1][name]
 
     def hf_tensors(self, group: Sequence[ParameterSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The Hugging Face tensors of one of `groups`: of a parameter, or of all experts' parameters together."""
+        """The Hugging Face tensors of one of `groups`."""
         parts = (
             (spec, name, tensor)
             for spec in group
@@ -85,7 +85,7 @@ class HuggingFaceSource(CheckpointSource):
     """config.json and safetensors files.
 
     Raises:
-        CheckpointError: an unknown family, missing or unknown tensors, other shapes, quantized weights.
+        CheckpointError: an unknown family, missing or unknown tensors, wrong shapes, quantized weights.
     """
 
     def __init__(self, folder: str | Path, padded_vocab_size: int | None = None) -> None:
@@ -120,17 +120,17 @@ class HuggingFaceSource(CheckpointSource):
 
 
 class MegatronSource(CheckpointSource):
-    """A torch_dist checkpoint that training or the converter wrote, whatever layout it was saved from.
+    """A torch_dist checkpoint written by training or by the converter, from any layout.
 
     Call everything in `single_process`.
 
     Args:
-        folder: what was given to --save, or the folder of one iteration.
-        step: the iteration, where not the latest.
-        vocab_size: true vocabulary, where the checkpoint's arguments do not know it.
+        folder: the folder given to --save, or that of one iteration.
+        step: the iteration; default: the latest.
+        vocab_size: true vocabulary, needed if the checkpoint does not record it.
 
     Raises:
-        CheckpointError: no such checkpoint, no family for its model, tensors missing or left over.
+        CheckpointError: no such checkpoint, a model of no family, missing or unknown tensors.
     """
 
     def __init__(self, folder: str | Path, *, step: int | None = None, vocab_size: int | None = None) -> None:
@@ -146,7 +146,7 @@ class MegatronSource(CheckpointSource):
         stored = self._folder.tensors
         self.metadata = {
             "singleton_local_shards": bool((state.get("content_metadata") or {}).get("singleton_local_shards")),
-            # one key for each layer, or one global tensor for all of them
+            # either one key for each layer, or one global tensor for all layers
             "non_homogeneous_layers": any(key.startswith("decoder.layers.0.") for key in stored),
         }
         self._entries = Entries.of(build_model(self.args, weights=False), self.specs, self.shape, self.metadata)
@@ -179,7 +179,7 @@ class MegatronSource(CheckpointSource):
         return {"source": str(self.path.absolute()), "files": [_identity(file) for file in files]}
 
     def _vocab_size(self, given: int | None) -> int:
-        """The true vocabulary: what the checkpoint records, or what was given where it records none."""
+        """The true vocabulary: the one that the checkpoint records, else the one given."""
         if self.args.vocab_size:
             check_vocab_size(self.path, self.args.vocab_size, given)
             return int(self.args.vocab_size)
@@ -196,13 +196,13 @@ class MegatronSource(CheckpointSource):
         return given
 
     def _key(self, spec: ParameterSpec, key: str) -> str:
-        """The key in the checkpoint: the local layer spec's, or Transformer Engine's."""
+        """The key that the checkpoint uses: the local layer spec's, or Transformer Engine's."""
         if key in self._folder.tensors:
             return key
         return self._entries.twin_key(spec, key) or key
 
     def _check_keys(self) -> None:
-        """Every parameter is stored, and nothing is stored that the table does not know."""
+        """Check that every parameter is stored, and nothing that the table does not know."""
         known: set[str | None] = set()
         missing = []
         for spec in self.specs:
@@ -223,7 +223,7 @@ def open_source(folder: str | Path, *, step: int | None = None, vocab_size: int 
     """The checkpoint in a folder, of either kind. Call it in `single_process`.
 
     Raises:
-        CheckpointError: it cannot be read, or `step` or `vocab_size` are not for it.
+        CheckpointError: it cannot be read, or `step` or `vocab_size` do not apply to it.
     """
     if is_megatron(folder):
         return MegatronSource(folder, step=step, vocab_size=vocab_size)
@@ -237,13 +237,13 @@ def open_source(folder: str | Path, *, step: int | None = None, vocab_size: int 
 
 
 def check_vocab_size(path: Path, recorded: int, given: int | None) -> None:
-    """CheckpointError where --vocab-size contradicts what the checkpoint records."""
+    """Raise CheckpointError if --vocab-size contradicts what the checkpoint records."""
     if given not in (None, recorded):
         raise CheckpointError(f"{path} records a vocabulary of {recorded}, not --vocab-size {given}; drop the flag.")
 
 
 def convert(tensor: torch.Tensor, dtype: torch.dtype, name: str, path: Path) -> torch.Tensor:
-    """The tensor in another type; CheckpointError with its name where a value does not fit or is not finite."""
+    """The tensor in another dtype; CheckpointError, naming it, if a value overflows or is not finite."""
     converted = tensor.to(dtype)
     if bool(torch.isfinite(converted).all()):
         return converted

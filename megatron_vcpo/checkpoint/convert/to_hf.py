@@ -25,9 +25,9 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter of the output."""
+    """Parameters whose Hugging Face tensors are written together."""
 
-    specs: tuple[ParameterSpec, ...]  # made of the same tensors
+    specs: tuple[ParameterSpec, ...]  # made from the same Hugging Face tensors
     dtype: torch.dtype
 
     @property
@@ -43,17 +43,17 @@ def convert_to_hf(
     tokenizer: str | Path | None = None,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Result:
-    """Write everything into `<target>.partial`; the caller checks it and commits. Call it in `single_process`.
+    """Write everything into `<target>.partial`, which the caller then checks and commits. Call it in `single_process`.
 
     Args:
         source: the checkpoint.
-        target: folder to be made.
-        options: type, file size, layout (only for the flags).
-        tokenizer: folder whose tokenizer is copied beside the model; None copies the one that is beside the checkpoint.
-        progress: told the bytes of each parameter that is written or found written.
+        target: folder to create.
+        options: dtype, file size, layout (only for the flags).
+        tokenizer: folder whose tokenizer is copied to the model; None copies the checkpoint's.
+        progress: called with the bytes of each parameter written or already there.
 
     Raises:
-        CheckpointError: a value that does not fit the type, no tokenizer, a full disk; the partial folder stays.
+        CheckpointError: a value overflows the dtype, no tokenizer, a full disk; the partial folder stays.
     """
     options.layout.check(source.description, source.padded_vocab_size)
     files = with_chosen_tokenizer(source.files, tokenizer)
@@ -106,7 +106,7 @@ def _write(
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that keeps nothing else alive."""
+    """A tensor that shares memory with no larger one."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -118,7 +118,7 @@ def _index(plan: dict[str, list[_Part]]) -> str:
 
 
 def _write_files(folder: PartialFolder, source: MegatronSource, files: ModelFiles | None, dtype: torch.dtype) -> None:
-    """All but the weights; config.json last, because nothing loads the folder without it."""
+    """Write everything except the weights; config.json last, because nothing loads the folder without it."""
     from megatron.training.argument_utils import core_transformer_config_from_args
 
     facts = ModelFacts.from_args(source.args, source.description.vocab_size)

@@ -24,19 +24,19 @@ from megatron_vcpo.checkpoint.torch_dist import TRACKER
 from megatron_vcpo.models.building.offline import args_from_flags, build_model
 from megatron_vcpo.models.naming import ParameterSpec
 
-# Megatron starts at iteration 0, without optimizer state, from a checkpoint of this name.
+# From a checkpoint of this name Megatron starts at iteration 0, without optimizer state.
 RELEASE = "release"
-_MEGATRONS_OWN = (".metadata", "metadata.json")  # what dist_checkpointing writes beside the planned files
-# One key for each layer, as Megatron's newer checkpoints have it: the older form of one tensor for all layers cannot
-# be loaded by a model whose --moe-layer-freq is a list.
+_MEGATRONS_OWN = (".metadata", "metadata.json")  # what dist_checkpointing writes besides the planned files
+# One key for each layer, as in Megatron's newer checkpoints. A model whose --moe-layer-freq is a list cannot load the
+# older form, one tensor for all layers.
 CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """What a conversion can be asked for."""
+    """The options of a conversion."""
 
-    dtype: torch.dtype | None = None  # None: what each tensor is stored in
+    dtype: torch.dtype | None = None  # None: the dtype of each tensor
     shard_bytes: int = 5 << 30
     layout: TargetLayout = field(default_factory=TargetLayout)
     overwrite: bool = False
@@ -44,12 +44,12 @@ class ConversionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A finished conversion, not yet under its name."""
+    """A finished conversion, before it gets its final name."""
 
     folder: PartialFolder
     checkpoint: Path  # the folder to load from
     flags: str  # bash arrays
-    files: ModelFiles | None  # what else belongs to the model, as it was written; None: nothing is known
+    files: ModelFiles | None  # what else was written for the model; None: nothing is known
 
 
 def convert_to_megatron(
@@ -58,18 +58,18 @@ def convert_to_megatron(
     options: ConversionOptions,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Result:
-    """Write everything into `<target>.partial`; the caller checks it and commits.
+    """Write everything into `<target>.partial`, which the caller then checks and commits.
 
     Call it in `single_process`.
 
     Args:
         source_dir: folder with config.json and safetensors files.
         target: folder for --load.
-        options: type, file size, layout.
-        progress: told the bytes of each parameter that is written or found written.
+        options: dtype, file size, layout.
+        progress: called with the bytes of each parameter written or already there.
 
     Raises:
-        CheckpointError: an unknown model, a value that does not fit the type, a full disk; the partial folder stays.
+        CheckpointError: an unknown model, a value overflows the dtype, a full disk; the partial folder stays.
     """
     flags = megatron_flags_for(source_dir, tensor_model_parallel_size=options.layout.tensor)
     args = args_from_flags(flags)
@@ -91,7 +91,7 @@ def convert_to_megatron(
         folder.write_text(FLAGS_FILE, flags_text)
         config = json.loads((source.path / CONFIG).read_text())
         write_into(folder, source.files.laid_out(config), under=RECORD)
-        folder.write_text(TRACKER, RELEASE)  # last: without it nothing loads
+        folder.write_text(TRACKER, RELEASE)  # last: nothing loads without it
     except BaseException:
         folder.close()
         raise
@@ -112,13 +112,13 @@ def _unit(source: HuggingFaceSource, entries: Entries, spec: ParameterSpec, dtyp
 
 
 def hf_bytes(spec: ParameterSpec, dtype: torch.dtype) -> int:
-    """Bytes of a parameter's Hugging Face tensors in a type."""
+    """Bytes of a parameter's Hugging Face tensors in a dtype."""
     numel = sum(torch.Size(size).numel() for _, size in spec.hf)
     return (numel // spec.hf[0][1][0] if spec.is_joined else numel) * dtype.itemsize
 
 
 def stored_dtype(source: Any, spec: ParameterSpec, dtype: torch.dtype | None) -> torch.dtype:
-    """The type a parameter gets: its table's, the one asked for, or the source's."""
+    """The dtype a parameter gets: its table's, else the one asked for, else the source's."""
     return spec.dtype or dtype or source.dtype(spec)
 
 
@@ -128,7 +128,7 @@ def _load(source: HuggingFaceSource, entries: Entries, spec: ParameterSpec, dtyp
 
 
 def _pieces(entries: Entries, spec: ParameterSpec, data: torch.Tensor) -> list[Any]:
-    """The parameter's parts, and once more under Transformer Engine's key where that is another (norms only)."""
+    """The parameter's parts, and a copy under Transformer Engine's key if that differs (norms only)."""
     found = pieces(entries.tensors[spec.name], data)
     return found + [
         replace(piece, key=key) for piece in found if (key := entries.twin_key(spec, piece.key)) is not None

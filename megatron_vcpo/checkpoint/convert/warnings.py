@@ -1,4 +1,4 @@
-"""Keep other packages' remarks out of a converter's output; to be called before they are imported."""
+"""Keep other packages' warnings out of a converter's output. Call it before they are imported."""
 
 from __future__ import annotations
 

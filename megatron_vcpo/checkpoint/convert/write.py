@@ -1,8 +1,8 @@
 """Write a distributed checkpoint through Megatron's dist_checkpointing with one parameter in memory at a time.
 
-Megatron's own strategy holds the whole model, and so does PyTorch's writer until a file is complete. This one gets a
-sharded state dict without values, plans files of a few gigabytes, and asks for each parameter when its turn comes.
-The format is the same: PyTorch's `.metadata` over `.distcp` files of `torch.save`d chunks.
+Megatron's own strategy holds the whole model in memory, and PyTorch's writer every file until it is complete. This
+strategy gets a sharded state dict without values, plans files of a few gigabytes, and asks for each parameter when it
+is due. The format is the same: PyTorch's `.metadata`, and `.distcp` files of `torch.save`d chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # what FileSystemReader reads; PyTorch has no other
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # FileSystemReader needs it; there is no public name
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -39,22 +39,22 @@ _Stored = tuple[str, list[int] | None, int, int]
 
 @dataclass(frozen=True)
 class Unit:
-    """A parameter: what is written one after the other from one tensor."""
+    """One parameter, whose parts are written one after the other."""
 
     name: str
     nbytes: int
-    load: Callable[[], list[ShardedTensor]]  # with their values
+    load: Callable[[], list[ShardedTensor]]  # returns the parts with their values
 
 
 class StreamingSave(TorchDistSaveShardedStrategy):
     """A strategy for `dist_checkpointing.save` whose state dict holds tensors on the meta device.
 
     Args:
-        folder: where the files go; finished ones are not written again.
-        prefix: name of the checkpoint's folder inside it.
-        units: every parameter, in the order in which they are written.
-        shard_bytes: a file is closed when it has this many.
-        progress: told the bytes of each parameter written.
+        folder: where the files go; finished files are not written again.
+        prefix: name of the checkpoint's folder inside `folder`.
+        units: every parameter, in writing order.
+        shard_bytes: size at which a file is closed.
+        progress: called with the bytes of each parameter written.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StreamingSave(TorchDistSaveShardedStrategy):
 
     @property
     def planned_bytes(self) -> dict[str, int]:
-        """File -> bytes of tensors in it."""
+        """File name -> bytes of the tensors in it."""
         return {name: sum(unit.nbytes for unit in units) for name, units in self.plan.items()}
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Path | str) -> None:
@@ -122,7 +122,7 @@ class _MetadataWriter(FileSystemWriter):
 
 
 def split(units: Sequence[Any], shard_bytes: int) -> list[list[Any]]:
-    """Consecutive groups of at most `shard_bytes` (by their `nbytes`); a larger one stands alone."""
+    """Consecutive groups of at most `shard_bytes` in all (by `nbytes`); a larger unit is a group of its own."""
     groups: list[list[Any]] = [[]]
     room = shard_bytes
     for unit in units:
@@ -135,7 +135,7 @@ def split(units: Sequence[Any], shard_bytes: int) -> list[list[Any]]:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose storage holds nothing else: torch.save would write all of it."""
+    """A tensor with no more storage than it needs, because torch.save writes the whole storage."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -161,6 +161,6 @@ def _results(stored: dict[str, list[_Stored]]) -> Iterator[WriteResult]:
     for name, things in stored.items():
         file = Path(name).name
         for key, offset, start, length in things:
-            # One string object for each key, as in a run that was not interrupted: pickle writes it once.
+            # One string object for each key, so that pickle writes it once, as in a run that was not interrupted.
             index = MetadataIndex(sys.intern(key), None if offset is None else torch.Size(offset))
             yield WriteResult(index=index, size_in_bytes=length, storage_data=_StorageInfo(file, start, length))

@@ -1,1 +1,1 @@
-"""Checkpoints for engines of 8 or 4 bits: made from calibration prompts, and the recipe that new weights follow."""
+"""Checkpoints for 8-bit or 4-bit engines: making them from calibration prompts, and quantizing new weights alike."""

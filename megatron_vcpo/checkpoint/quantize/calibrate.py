@@ -1,4 +1,4 @@
-"""Quantize a Hugging Face checkpoint for rollouts with NVIDIA's Model Optimizer, and measure what it costs."""
+"""Quantize a Hugging Face checkpoint for rollouts with NVIDIA's Model Optimizer, and measure the loss in accuracy."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ CONFIGURATIONS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_DEFAULT_CFG", "nvfp4":
 """Format -> the optimizer's configuration: static scales, from the largest magnitude."""
 
 TOO_FAR = 0.3
-"""Mean mismatch, nats a token, at which training refuses the engine after the first sync (--sync-verify-tolerance)."""
+"""Mean mismatch, nats a token, above which training refuses the engine after the first sync
+(--sync-verify-tolerance)."""
 
 REPORT_FILE = "quantization_report.json"
-_MAKER = {"to": "quantized"}  # what marks a partial folder as this tool's; the report says what it was made from
+_MAKER = {"to": "quantized"}  # marks a partial folder as this tool's; the report says what it was made from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Log-probs of the quantized model against the original's, on tokens that the original sampled."""
+    """The quantized model's log-probs compared with the original's, on tokens that the original sampled."""
 
     tokens: int
     mean: float  # of absolute differences, nats
     p99: float
     largest: float
     kl: float  # k3 estimate of KL(original, quantized), nats a token
-    original: float  # mean log-prob of those tokens before
-    quantized: float  # and after
+    original: float  # mean log-prob of those tokens before quantization
+    quantized: float  # the same after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationReport:
-    """What was made, from what, and what it costs."""
+    """What was made, from what, and with what mismatch."""
 
     format: str
     source: str
@@ -57,7 +58,7 @@ class QuantizationReport:
     mismatch: Mismatch
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """The report as readable lines."""
         cost = self.mismatch
         verdict = []
         if cost.mean > TOO_FAR:
@@ -75,12 +76,12 @@ class QuantizationReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """How to quantize."""
+    """Format, number of prompts and length of responses."""
 
     format: str
-    calibration: int  # prompts to calibrate on
-    measured: int  # further prompts to measure the mismatch on
-    response_tokens: int  # sampled by the original model after each
+    calibration: int  # number of prompts to calibrate on
+    measured: int  # number of further prompts to measure the mismatch on
+    response_tokens: int  # tokens that the original model samples after each prompt
     max_prompt_tokens: int
     chat: bool = False  # wrap each prompt as one user message
     seed: int = 0
@@ -88,7 +89,7 @@ class QuantizeOptions:
 
 
 def require_optimizer(kind: str) -> None:
-    """Raise CheckpointError where the optimizer is missing, or the format needs a GPU that is not there."""
+    """Raise CheckpointError if Model Optimizer is missing, or the format needs a GPU and there is none."""
     try:
         import modelopt.torch.quantization  # noqa: F401
     except ImportError as error:
@@ -104,13 +105,13 @@ def quantize(source: Path, target: Path, prompts: Sequence[str], options: Quanti
 
     Args:
         source: Hugging Face folder with its tokenizer.
-        target: folder to be made.
-        prompts: texts; the first are calibrated on, the next measured.
-        options: format and amounts.
+        target: folder to create.
+        prompts: texts; the first ones are for calibration, the next ones for measuring.
+        options: format, number of prompts and length of responses.
 
     Raises:
-        CheckpointError: the optimizer is missing, there are too few prompts, the source is not a whole unquantized
-            checkpoint of a known family with its tokenizer, or the target cannot be made.
+        CheckpointError: Model Optimizer is missing, there are too few prompts, the source is not a complete unquantized
+            checkpoint of a known family with its tokenizer, or the target cannot be created.
     """
     require_optimizer(options.format)
     if len(prompts) < options.calibration + options.measured:
@@ -139,7 +140,7 @@ def quantize(source: Path, target: Path, prompts: Sequence[str], options: Quanti
 
 
 def _check_source(source: Path, kind: str) -> None:
-    """Everything that config.json and the headers of the files tell about the weights."""
+    """Check what config.json and the headers of the files tell about the weights."""
     model = describe_hf(source)
     if is_quantized(source):
         raise CheckpointError(f"{source} is quantized already; give the original checkpoint.")
@@ -174,11 +175,11 @@ def _quantize_into(
     )
 
 
-_Sequence = tuple[torch.Tensor, int]  # ids [n] and the length of the prompt
+_Sequence = tuple[torch.Tensor, int]  # token ids [n], and the length of the prompt
 
 
 def _tokenizer(source: Path, *, chat: bool) -> Any:
-    """The source's tokenizer, which has a chat template where one is asked for."""
+    """The source's tokenizer; CheckpointError if `chat` needs a chat template and it has none."""
     tokenizer = load_tokenizer(source)
     if chat and not getattr(tokenizer, "chat_template", None):
         raise CheckpointError(f"--chat-template: the tokenizer of {source} has no chat template; drop the flag.")
@@ -186,7 +187,7 @@ def _tokenizer(source: Path, *, chat: bool) -> Any:
 
 
 def _load(source: Path) -> Any:
-    """The model on the device; CheckpointError where it cannot be loaded or a weight is not finite."""
+    """The model on the device; CheckpointError if it cannot be loaded or a weight is not finite."""
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,7 +202,7 @@ def _load(source: Path) -> Any:
 
 @torch.no_grad()
 def _sequences(model: Any, tokenizer: Any, prompts: Sequence[str], options: QuantizeOptions) -> Iterator[_Sequence]:
-    """Prompts, each with a response drawn at temperature 1: the tokens that rollouts will show the engine."""
+    """Prompts, each with a response sampled at temperature 1, like the tokens of rollouts."""
     torch.manual_seed(options.seed)
     for text in prompts[: options.calibration + options.measured]:
         ids = encode_prompt(tokenizer, Prompt(text=text), chat=options.chat)[1][-options.max_prompt_tokens :]
@@ -223,7 +224,7 @@ def _sequences(model: Any, tokenizer: Any, prompts: Sequence[str], options: Quan
 
 @torch.no_grad()
 def _logprobs(model: Any, sequences: Sequence[_Sequence]) -> torch.Tensor:
-    """Log-probs of all responses' tokens, [N] fp64."""
+    """Log-probs of all response tokens, [N] fp64."""
     found = []
     for ids, start in sequences:
         logits = model(ids[None]).logits[0, start - 1 : -1].double()
@@ -276,8 +277,8 @@ def _export(model: Any, folder: Path, kind: str) -> None:
 def _as_compressed_tensors(folder: Path) -> None:
     """Turn the optimizer's INT8 export into the compressed-tensors format.
 
-    vLLM's reader of the optimizer's own format knows FP8 and FP4 only. The integers are the same; a scale for each
-    channel is a column there, and a scale for activations has one element.
+    vLLM reads the optimizer's own format only for FP8 and FP4. The integers are the same; in compressed-tensors, a
+    scale for each channel is a column, and a scale for activations has one element.
     """
     from safetensors.torch import load_file, save_file
 

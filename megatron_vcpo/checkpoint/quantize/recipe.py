@@ -1,9 +1,10 @@
-"""QuantizationRecipe: how a quantized checkpoint's weights are made, so that new ones can be made on their way.
+"""QuantizationRecipe: how a quantized checkpoint's weights are made, so that a weight sync can quantize new weights
+alike.
 
 NVIDIA's Model Optimizer takes the weights' scales from the weights alone (their largest magnitude) and the activations'
-from calibration. So the stream of a weight sync can be quantized without the optimizer and without prompts: weights and
-their scales anew, the activations' scales as calibrated. `tests/checkpoint/test_quantize.py` holds it to the
-optimizer's own export, bit by bit.
+scales from calibration. So a weight sync can quantize its stream without the optimizer and without prompts: weights and
+their scales are computed anew, the activations' scales stay as calibrated. `tests/checkpoint/test_quantize.py` compares
+the result with the optimizer's own export, bit by bit.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Named = tuple[str, torch.Tensor]
 
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _STORED = {"fp8": "F8_E4M3", "int8": "I8"}
-# What a folder may hold beside a model's tensors: a tied output layer, and buffers of old checkpoints.
+# What a folder may hold besides a model's tensors: a tied output layer, and buffers of old checkpoints.
 _BESIDE = re.compile(r"^lm_head\.weight$|\.rotary_emb\.inv_freq$")
-# Projections that engines compute as one matrix; the optimizer gives some of them one scale together.
+# Projections that engines compute as one matrix; the optimizer gives some of them a common scale.
 _FUSED = (
     re.compile(r"^(.*\.self_attn)\.[qkv]_proj\.weight$"),
     re.compile(r"^(.*)\.(?:gate|up)_proj\.weight$"),
@@ -39,11 +40,11 @@ class QuantizationRecipe:
     """Which weights of a checkpoint are quantized, in which format, and the activations' scales.
 
     Args:
-        folder: what tools/quantize_for_rollout.py wrote.
+        folder: written by tools/quantize_for_rollout.py.
 
     Raises:
-        CheckpointError: the folder holds no quantized checkpoint, one of a format that cannot be made in a stream, or
-            not the tensors of the model in its config.json.
+        CheckpointError: the folder holds no quantized checkpoint, or one in a format that cannot be made in a stream,
+            or its tensors are not those of the model in its config.json.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -62,13 +63,15 @@ class QuantizationRecipe:
         self._groups = self._shared_scales(files) if self.format == "fp8" else {}
 
     def stream(self, tensors: Iterator[Named]) -> Iterator[Named]:
-        """Quantize what comes: weights of the recipe with their scales, everything else as it is.
+        """Quantize a stream of tensors: the recipe's weights come with their scales, everything else unchanged.
 
         Args:
-            tensors: a complete set by Hugging Face names; memory may be reused once the next one is asked for.
+            tensors: a complete set by Hugging Face names; a tensor's memory may be reused once the next one is asked
+                for.
 
         Raises:
-            CheckpointError: a tensor that the checkpoint does not hold, or weights that came without their partners.
+            CheckpointError: a tensor that the checkpoint does not hold, or a weight without the others that share its
+                scale.
         """
         waiting: dict[str, list[Named]] = {}
         for name, tensor in tensors:
@@ -88,7 +91,8 @@ class QuantizationRecipe:
             raise CheckpointError(f"Weights came without those they share a scale with: {', '.join(sorted(waiting))}.")
 
     def _check_tensors(self, files: SafetensorsFolder, *, static: bool) -> None:
-        """Names, shapes and types are those of the model in config.json, each quantized weight with its scales."""
+        """Check that names, shapes and dtypes are those of the model in config.json, and each quantized weight has its
+        scales."""
         model = describe_hf(self.folder)
         shapes = dict(pair for spec in model.family.parameters(model.shape(model.vocab_size)) for pair in spec.hf)
         names = files.names()
@@ -108,7 +112,7 @@ class QuantizationRecipe:
             )
 
     def _oddity(self, name: str, shapes: dict[str, tuple[int, ...]], files: SafetensorsFolder) -> str | None:
-        """What a tensor is that it must not be; None where it is right."""
+        """What is wrong with a tensor; None if it is right."""
         shape, kind = files.shape(name), files.dtype(name)
         quantized = name in self.weights
         if kind != _STORED[self.format] if quantized else not files.is_float(name):
@@ -122,7 +126,7 @@ class QuantizationRecipe:
         return None if math.prod(shape) == 1 else f"{shape}, one scale for the whole matrix is needed"
 
     def _shared_scales(self, files: SafetensorsFolder) -> dict[str, tuple[str, int]]:
-        """Weights that have one scale together: name -> (the group's name, its size)."""
+        """Weights that share one scale: name -> (name of the group, its size)."""
         scales: dict[str, dict[str, float]] = {}
         for name in self.weights:
             for pattern in _FUSED:
@@ -132,13 +136,13 @@ class QuantizationRecipe:
         return {name: (key, len(group)) for key, group in shared.items() for name in group}
 
     def _quantized(self, group: list[Named]) -> Iterator[Named]:
-        shared = None  # a scale for the whole matrix; INT8 has one for each row
+        shared = None  # one scale for the whole matrix; INT8 has one for each row instead
         if self.format == "fp8":
             shared = torch.stack([weight.abs().amax().float() for _, weight in group]).amax() / _LARGEST["fp8"]
         for name, weight in group:
             scale = weight.abs().amax(dim=1).float() / _LARGEST["int8"] if shared is None else shared
-            # The weight last: vLLM counts elements to know when a layer is complete, and each of a fused layer's
-            # projections brings the one scale of its inputs again.
+            # The weight comes last: vLLM counts elements to know when a layer is complete, and every projection of a
+            # fused layer repeats the scale of its inputs.
             inputs = f"{name.removesuffix('weight')}input_scale"
             if inputs in self._input_scales:
                 yield inputs, self._input_scales[inputs]
@@ -147,7 +151,7 @@ class QuantizationRecipe:
 
 
 def _rounded(weight: torch.Tensor, scale: torch.Tensor, kind: Format) -> torch.Tensor:
-    """The optimizer's own rounding; an all-zero row has scale 0 and stays zero."""
+    """Round as the optimizer does; an all-zero row has scale 0 and stays zero."""
     safe = torch.where(scale > 0.0, scale, torch.ones_like(scale))
     if kind == "fp8":
         return (weight / safe).to(torch.float8_e4m3fn)
@@ -163,7 +167,7 @@ def is_quantized(folder: str | Path) -> bool:
 
 
 def _quantization(folder: Path) -> dict[str, Any]:
-    """config.json's account of the quantization."""
+    """The quantization section of config.json."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())["quantization_config"]
