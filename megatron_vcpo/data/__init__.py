@@ -1,1 +1,1 @@
-"""What flows from the engine to the loss, and its forms: records, flat arrays, on other ranks, on disk."""
+"""What flows from the engine to the loss: records, flat arrays, exchange between ranks, files."""

@@ -1,6 +1,6 @@
-"""Trajectories as a few flat arrays: what is saved with a checkpoint and what travels between ranks.
+"""Trajectories as a few flat arrays, to save with a checkpoint and to send between ranks.
 
-A column holds the values of all trajectories one after another, with offsets beside it, so that nothing is pickled and
+A column concatenates the values of all trajectories, and a second array holds the offsets. So nothing is pickled, and
 the number of arrays does not grow with the number of trajectories.
 """
 
@@ -17,7 +17,7 @@ from megatron_vcpo.data.trajectory import Trajectory
 
 Columns = dict[str, np.ndarray[Any, Any]]
 
-# Ragged columns: field of Trajectory -> dtype. response_offsets serve all of them but the prompt.
+# Ragged columns: field of Trajectory -> dtype. All of them except the prompt share response_offsets.
 _RESPONSE = {
     "response_ids": np.int32,
     "behavior_logprobs": np.float32,
@@ -34,7 +34,7 @@ _SCALARS = {
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory]) -> Columns:
-    """Flat arrays of any number of trajectories, in order; the exact inverse is `unpack_trajectories`."""
+    """Flat arrays of any number of trajectories, in order; `unpack_trajectories` is the exact inverse."""
     columns: Columns = {
         "prompt_offsets": _offsets([len(t.prompt_ids) for t in trajectories]),
         "response_offsets": _offsets([len(t.response_ids) for t in trajectories]),
@@ -72,7 +72,7 @@ def unpack_trajectories(columns: Mapping[str, np.ndarray[Any, Any]]) -> list[Tra
 
 
 def _pack_routes(trajectories: Sequence[Trajectory]) -> Columns:
-    """Routes as bytes: their type differs between models, and a column's may not differ between ranks."""
+    """Routes as bytes: their dtype differs between models, while a column's dtype must be the same on all ranks."""
     routes = [t.routed_experts for t in trajectories]
     layouts = {(*r.shape[1:], r.itemsize) for r in routes if r is not None}
     if len(layouts) > 1:

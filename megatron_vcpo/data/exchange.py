@@ -1,4 +1,4 @@
-"""All ranks end with all trajectories: flat columns, broadcast by those that have some, nothing pickled."""
+"""Give every rank all trajectories: the ranks that have some broadcast them as flat columns, without pickling."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PIECE_BYTES = 64 << 20
 
 
 def exchange_trajectories(local: Sequence[Trajectory], *, device: torch.device, group: Any = None) -> list[Trajectory]:
-    """Trajectories of all ranks of a group, on every one of them, ordered by group and index.
+    """Gather the trajectories of all ranks of a process group on each of them, ordered by prompt group and index.
 
     Args:
-        local: this rank's; a trajectory is given by exactly one rank.
-        device: where the backend wants its tensors.
+        local: this rank's trajectories; exactly one rank must pass each trajectory.
+        device: where the group's backend needs its tensors.
         group: process group; None is the world.
 
     Raises:
-        ValueError: a trajectory was given twice; it would weigh double in every mean.
+        ValueError: a trajectory was passed twice, and would count double in every mean.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         merged = list(local)
@@ -41,12 +41,12 @@ def exchange_trajectories(local: Sequence[Trajectory], *, device: torch.device, 
 
 
 def _gather(columns: Columns, count: int, device: torch.device, group: Any) -> list[Columns]:
-    """The columns of every rank that has a trajectory; each of them sends its own, piece by piece.
+    """The columns of every rank that has trajectories; each such rank broadcasts its own, piece by piece.
 
-    Most ranks have none (an engine hands in through its leader), and with the experts of every token a phase is
-    gigabytes: nothing is padded to the fullest rank, and the device holds one piece at a time.
+    Most ranks have none (only an engine's leader has its trajectories), and with every token's experts a phase has
+    gigabytes. So nothing is padded to the fullest rank, and the device holds one piece at a time.
     """
-    # Wider types first: every column then begins at a multiple of its own width.
+    # Wider dtypes first, so that every column begins at a multiple of its item size.
     names = sorted(columns, key=lambda name: (-columns[name].itemsize, name))
     own = np.concatenate([np.ascontiguousarray(columns[name]).reshape(-1).view(np.uint8) for name in names])
     sizes = torch.tensor([columns[name].nbytes if count else 0 for name in names], dtype=torch.int64, device=device)

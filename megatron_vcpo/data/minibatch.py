@@ -33,15 +33,15 @@ class Minibatch:
 
     trajectories: tuple[Trajectory, ...]
     lags: tuple[int, ...] = ()  # age of each trajectory, in optimizer steps; empty before it is taken
-    refused: tuple[Refusal, ...] = ()  # trajectories that were too old when it was taken, and are gone
-    retries: int = 0  # how often it was trained on before, without success
+    refused: tuple[Refusal, ...] = ()  # trajectories dropped because they were too old when it was taken
+    retries: int = 0  # earlier attempts to train on it, which failed
 
     @property
     def lag_max(self) -> float:
-        """Age of the oldest trajectory."""
+        """Age of the oldest trajectory, in optimizer steps."""
         return float(max(self.lags, default=0))
 
     @property
     def lag_mean(self) -> float:
-        """Mean age of the trajectories."""
+        """Mean age of the trajectories, in optimizer steps."""
         return float(np.mean(self.lags)) if self.lags else 0.0

@@ -1,8 +1,8 @@
-"""Routes: the experts that served each token in each layer of experts, in as few bytes as will do.
+"""Routes: the experts chosen for each token in each layer with experts, in as few bytes as possible.
 
-An array [rows, layers, k] of expert ids, layers counted over those that hold experts; row t belongs to token t of
-prompt + response. A row that nobody recorded holds the mark of its type in every place: 255 in uint8, -1 in int16. With
-two or more experts a token that is no possible row, so that a byte does for 256 experts too.
+An array [rows, layers, k] of expert ids; only layers with experts count, and row t belongs to token t of prompt +
+response. A row that was not recorded holds its dtype's marker everywhere: 255 in uint8, -1 in int16. With two or more
+experts a token, a row of 255 cannot occur otherwise, so uint8 is enough even for 256 experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UINT8_MARK = 255
 
 
 def route_dtype(num_experts: int, k: int) -> np.dtype[Any]:
-    """The smallest type that holds every expert's id and the mark of a missing row, for k experts a token."""
+    """The smallest dtype for every expert's id and the marker of a missing row, with k experts a token."""
     largest = _UINT8_MARK + 1 if k > 1 else _UINT8_MARK
     return np.dtype(np.uint8 if num_experts <= largest else np.int16)
 
@@ -27,12 +27,12 @@ def compact_routes(routes: npt.NDArray[Any], *, num_experts: int, rows: int) -> 
     """Check and shrink recorded routes.
 
     Args:
-        routes: [n, layers, k] of any integer type, n at most `rows`; negative ids mark a missing row.
-        num_experts: ids are below it.
-        rows: rows of the result; those behind the recorded ones are marked as missing.
+        routes: [n, layers, k] of any integer dtype, n at most `rows`; negative ids mark a missing row.
+        num_experts: number of experts; ids must be below it.
+        rows: rows of the result; those beyond the recorded ones are marked as missing.
 
     Raises:
-        ValueError: an id that is no expert's, or a token that got one expert twice: no router chooses like that.
+        ValueError: an id out of range, or the same expert twice for a token, which no router chooses.
     """
     ids = routes.astype(np.int32)
     if len(ids) > rows:
@@ -51,7 +51,7 @@ def compact_routes(routes: npt.NDArray[Any], *, num_experts: int, rows: int) -> 
 
 
 def signed_routes(routes: RouteArray) -> npt.NDArray[np.int16]:
-    """The same with -1 as the mark, whatever the type was."""
+    """The routes in int16 with -1 as the marker, whatever their dtype."""
     signed = routes.astype(np.int16)
     if routes.dtype == np.uint8:
         signed[(routes == _UINT8_MARK).all(axis=(1, 2))] = -1

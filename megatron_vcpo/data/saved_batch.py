@@ -1,4 +1,4 @@
-"""Trajectories of a rollout phase on disk, whole: what tools/mismatch_report.py reads."""
+"""Complete trajectories of a rollout phase in a file, which tools/mismatch_report.py reads."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ _ORIGIN = "origin"
 
 
 class SavedBatchError(ValueError):
-    """A file that holds no trajectories; the message names it."""
+    """A file from which no trajectories can be read; the message names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """How the trajectories of a file were made."""
 
-    version: int  # of the engine's weights: optimizer steps taken
+    version: int  # version of the engine's weights (optimizer steps taken)
     temperature: float
     engine_dtype: str  # 'float32', 'float16' or 'bfloat16'
     trainer_dtype: str
-    router_replay: str  # of --rollout-router-replay: whose routes the trajectories carry
+    router_replay: str  # --rollout-router-replay: whose routes the trajectories carry
     quantized: bool = False  # the engine computed with quantized weights
 
 
 def batch_path(run_dir: Path, version: int) -> Path:
-    """Where a phase's trajectories go."""
+    """The file for the trajectories of a phase with this version of the weights."""
     return run_dir / FOLDER / f"version_{version:07d}.npz"
 
 
 def save_batch(path: Path, trajectories: Sequence[Trajectory], origin: Origin) -> None:
-    """Write trajectories and their origin; the folder is made, and an earlier file of the name replaced as a whole."""
+    """Write trajectories and their origin, creating the folder and replacing an existing file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     note = np.frombuffer(json.dumps(dataclasses.asdict(origin)).encode(), np.uint8)
     with replacing(path) as partial, partial.open("wb") as file:
         columns = pack_trajectories(trajectories) | {_ORIGIN: note}
-        np.savez_compressed(file, **columns)  # type: ignore[arg-type]  # taken for allow_pickle, the one named argument
+        np.savez_compressed(file, **columns)  # type: ignore[arg-type]  # mypy takes it for allow_pickle
 
 
 def load_batch(path: Path) -> tuple[list[Trajectory], Origin]:
     """Read what `save_batch` wrote.
 
     Raises:
-        SavedBatchError: there is no such file, or it is another kind of file or damaged.
+        SavedBatchError: the file is missing, damaged or of another kind.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

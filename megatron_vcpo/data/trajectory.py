@@ -1,4 +1,4 @@
-"""Trajectory: the one record that flows from the engine to the loss."""
+"""Trajectory: the record that flows from the engine to the loss."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Trajectory:
 
     prompt_ids: Int32Array  # [P]
     response_ids: Int32Array  # [L]
-    behavior_logprobs: Float32Array  # [L] of the distribution the token was really drawn from, in nats
+    behavior_logprobs: Float32Array  # [L] under the distribution that each token was actually drawn from, in nats
     versions: Int32Array  # [L] policy version (optimizer steps taken) that sampled the token
     response_mask: BoolArray  # [L] False on tokens the policy did not sample (tool output)
     reward: float
-    group_id: int  # running number of the drawn prompt; the same for all responses to it
+    group_id: int  # running number of the drawn prompt, shared by all responses to it
     index: int  # number of the response within its group
     truncated: bool = False  # the response reached the length bound
     reward_parts: Mapping[str, float] = field(default_factory=dict)
@@ -42,21 +42,21 @@ class Trajectory:
 
     @property
     def name(self) -> str:
-        """How messages refer to this trajectory."""
+        """Name of this trajectory in messages."""
         return f"group {self.group_id} response {self.index}"
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it takes in a packed micro-batch: P + L."""
+        """Number of tokens in a packed micro-batch: P + L."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def finite(self) -> bool:
-        """Whether its reward and the log-probs of its sampled tokens are finite; no other trajectory is trained on."""
+        """Whether its reward and the log-probs of its sampled tokens are finite; otherwise it is never trained on."""
         return bool(np.isfinite(self.reward) and np.isfinite(self.behavior_logprobs[self.response_mask]).all())
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest sampled token; a large number where none was sampled, since nothing is stale then."""
+        """Version of the oldest sampled token; a large number if none was sampled, since nothing can be stale then."""
         sampled = self.versions[self.response_mask]
         return int(sampled.min()) if len(sampled) else np.iinfo(np.int32).max
