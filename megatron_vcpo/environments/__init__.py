@@ -1,4 +1,4 @@
-"""Tasks: a prompt in, a reward out. Light to import, because every reward process does."""
+"""Tasks: a prompt in, a reward out. Light to import, because every reward process imports it."""
 
 from megatron_vcpo.environments.protocol import Environment, EnvironmentSetupError, Prompt, Split, draw_prompt
 from megatron_vcpo.environments.registry import make_environment

@@ -1,4 +1,4 @@
-"""Where in a response the answer stands."""
+"""Find the answer in a response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from megatron_vcpo.environments.protocol import EnvironmentSetupError
 
 AnswerFormat = Literal["raw", "first-line", "last-line", "tag", "boxed"]
-"""raw: the whole response; first-line, last-line: that line of those not empty, without 'Answer:' before it;
+"""raw: the whole response; first-line, last-line: that non-empty line, without 'Answer:' before it;
 tag: inside the last <answer>...</answer>; boxed: inside the last \\boxed{...} or \\fbox{...} that is not empty."""
 
 _ANSWER_PREFIX = re.compile(r"^.*\banswer\s*(?:is)?\s*:\s*", re.IGNORECASE)
@@ -20,13 +20,13 @@ _BOX_OR_BRACE = re.compile(r"(?P<begin>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTA
 
 
 def check_format(answer_format: str, allowed: Sequence[str] = get_args(AnswerFormat)) -> None:
-    """Raise EnvironmentSetupError on a format that does not exist."""
+    """Raise EnvironmentSetupError if the format is not one of `allowed`."""
     if answer_format not in allowed:
         raise EnvironmentSetupError(f"answer_format must be one of {', '.join(allowed)}, not {answer_format!r}.")
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The stop strings as a tuple. Raises EnvironmentSetupError on anything else."""
+    """The stop strings as a tuple. Raises EnvironmentSetupError if `stop` is not one string or several."""
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(string, str) and string for string in strings):
         raise EnvironmentSetupError(f"stop must be a string or a list of strings, none of them empty, not {stop!r}.")
@@ -34,7 +34,7 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def extract(response: str, answer_format: AnswerFormat) -> str | None:
-    """The answer without white space around it, or None where the response has none in this format.
+    """The answer without surrounding white space, or None if the response has none in this format.
 
     Example:
         >>> extract("2 + 2 = 4\\nAnswer: 4\\n", "last-line")
@@ -47,7 +47,7 @@ def extract(response: str, answer_format: AnswerFormat) -> str | None:
         return _ANSWER_PREFIX.sub("", lines[0 if answer_format == "first-line" else -1]).strip() if lines else None
     if answer_format == "tag":
         found = _TAG.findall(response)
-        # A begin within a tag is one more that never ended.
+        # A second <answer> inside the match means that the first was never closed.
         return _TAG_BEGIN.split(found[-1])[-1].strip() if found else None
     found = boxes(response)
     return found[-1].content if found else None
@@ -57,13 +57,13 @@ def extract(response: str, answer_format: AnswerFormat) -> str | None:
 class Box:
     """One \\boxed{...} or \\fbox{...} of a text."""
 
-    content: str | None  # without white space around it; None: it never ends
+    content: str | None  # without surrounding white space; None if the box is never closed
     start: int
     end: int
 
 
 def boxes(text: str) -> list[Box]:
-    """The outermost boxes that are not empty, in order; of a box that holds nothing but another, the inner one."""
+    """The outermost boxes that are not empty, in order; if a box holds nothing but another box, the inner one."""
     found: list[Box] = []
     open_groups: list[re.Match[str]] = []
     for token in _BOX_OR_BRACE.finditer(text):

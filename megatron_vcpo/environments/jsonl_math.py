@@ -1,4 +1,4 @@
-"""Questions from a JSONL file, answers judged by math-verify. Reads GSM8K as it is."""
+"""Questions from a JSONL file, answers judged by math-verify. Reads GSM8K without changes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FORMATS = ("math", *get_args(AnswerFormat))
 
 
 class JsonlMath:
-    """One JSON object a line, with a question (or prompt, problem) and an answer (or solution).
+    """A file with one JSON object a line, each with a question (or prompt, problem) and an answer (or solution).
 
-    Of an answer that holds '####', as in GSM8K, the part after the last one counts; of one that holds \\boxed{...},
-    the last box. Configuration: `prompt_template` with {question}; `stop`, strings that end the response;
-    `reasoning`, markers of blocks that are not judged; `answer_format`: math (default: after '####' where an answer
-    stands there, else the last box, else where math-verify finds it), or one of `AnswerFormat`.
+    If the file's answer contains '####', as in GSM8K, only the part after the last '####' counts; if it contains
+    \\boxed{...}, only the last box. Configuration: `prompt_template` with {question}; `stop`, strings that end the
+    response; `reasoning`, markers of blocks that are not judged; `answer_format`: math (default: after '####' if there
+    is an answer, else the last box, else where math-verify finds it), or one of `AnswerFormat`.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class JsonlMath:
         return len(self._rows)
 
     def prompt(self, index: int) -> Prompt:
-        """The question on the index-th line that is not empty, round and round."""
+        """The question on the index-th non-empty line; after the last line it starts over."""
         question, answer = self._rows[index % len(self._rows)]
         return Prompt(text=self._template.replace("{question}", question), answer=answer)
 
     def reward(self, prompt: Prompt, response: str) -> float:
-        """1.0 where the response's answer equals the file's mathematically, else 0.0."""
+        """1.0 if the response's answer equals the file's mathematically, else 0.0."""
         judged = self._reader.read(prompt, response)
         answer = judged if judged is None or self._format == "math" else answers.extract(judged, self._format)  # type: ignore[arg-type]
         if answer is None:

@@ -1,4 +1,4 @@
-"""The answer of a mathematical response, and whether it is the right one: math-verify, with what it reads wrongly."""
+"""Find and judge the answer of a mathematical response with math-verify, correcting what it would misread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_vcpo.environments.answers import boxes
 
-_MARK = re.compile(r"#{4,}[ \t]*")  # GSM8K's sign of an answer, and a Markdown heading
+_MARK = re.compile(r"#{4,}[ \t]*")  # GSM8K's marker of an answer, but also a Markdown heading
 _MARKED_LINE = re.compile(r"#{4,}[^\n]*")
 _STEP = re.compile(r"[\W_]*(?:step|part|case|section|stage|phase|method|approach|problem|question|example)\b", re.I)
 _NUMBERED = re.compile(r"[*_]*\d+[.):]\s+[*_]*[^\W\d_]")  # '2. Final answer'
@@ -36,15 +36,15 @@ _SAID = re.compile(r"\banswer\s*(?:is\s*:?|:)(.+)", re.I)
 
 
 def prepare() -> None:
-    """Load the grammar, so that no reward's deadline has to hold it."""
-    # The deadline of a reward is the reward pool's. math-verify's own uses signals and warns when it is off.
+    """Load math-verify's grammar, so that this does not count against the first reward's deadline."""
+    # The reward pool sets the deadline. math-verify's own deadline uses signals, and it warns when that is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _parse("\\boxed{1}")
 
 
 def given_answer(response: str) -> str | None:
-    """What math-verify is to read of a response: the line after the last '####' that is an answer and no heading, else
-    the last box, else all of it. None where the last box never ends."""
+    """The part of a response for math-verify to read: the line after the last '####' that is an answer rather than a
+    heading, else the last box, else everything. None if the last box is never closed."""
     found = boxes(response)
     heading_after = False
     for mark in reversed(list(_MARK.finditer(response))):
@@ -62,7 +62,7 @@ def given_answer(response: str) -> str | None:
 
 
 def whole_answer(text: str) -> str | None:
-    """What math-verify is to read where all of a text is the answer; None where there is none, or a box never ends."""
+    """What math-verify should read if the whole text is the answer; None if it is empty or a box is never closed."""
     if boxes(text):
         return last_boxes(text)
     label = _LABEL.match(text)
@@ -71,15 +71,15 @@ def whole_answer(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> str | None:
-    """What math-verify is to read of a text with a box: `boxed_answer` alone; None where that never ends."""
+    """What math-verify should read of a text with boxes: only `boxed_answer`; None if the last box is never closed."""
     answer = boxed_answer(text)
     return None if answer is None else boxed(answer)
 
 
 def boxed_answer(text: str) -> str | None:
-    """The last box, with those before it that only 'and', 'or' or a comma parts from it; None: it never ends.
+    """The last box, joined with those before it if only 'and', 'or' or commas are in between; None if one never closes.
 
-    math-verify itself takes all boxes that are not within dollars together.
+    math-verify itself would join all boxes that are not between dollar signs.
     """
     found = boxes(text)
     run = [found.pop()] if found else []
@@ -92,7 +92,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def boxed(answer: str) -> str:
-    """An answer as math-verify reads it as a whole, in a spelling that it knows."""
+    """A box around an answer, so that math-verify reads all of it, in a spelling that it knows."""
     answer = _spelled(_FULL_STOP.sub("", answer.strip()))
     if _GROUPED.fullmatch(answer):
         answer = re.sub(r"\\[ ,!]|[^-+\d.]", "", answer)
@@ -102,7 +102,7 @@ def boxed(answer: str) -> str:
 
 
 def _spelled(text: str) -> str:
-    """A minus before a number as math-verify reads it, and 2.5 million in figures: it would leave out either."""
+    """Rewrite what math-verify would drop: a minus before a number, and the word in '2.5 million'."""
     text = _MINUS.sub(r"\1\2-", text)
     return _SCALED.sub(_in_figures, text)
 
@@ -113,7 +113,7 @@ def _in_figures(match: re.Match[str]) -> str:
 
 
 def is_equal(right: str, given: str) -> bool:
-    """Whether an answer as math-verify reads it has the value of the right one."""
+    """Whether math-verify gives an answer the same value as the right one."""
     from math_verify import verify
 
     right = _spelled(right)
@@ -125,9 +125,9 @@ def is_equal(right: str, given: str) -> bool:
 
 
 def words_of(answer: str) -> str | None:
-    """A right answer that is made of words, in small letters and without style; None: it is mathematics.
+    """A right answer that consists of words, in lower case and without formatting; None if it is mathematics.
 
-    To math-verify a word is the product of its letters, so that Pairs is Paris.
+    math-verify reads a word as the product of its letters, so 'Pairs' would equal 'Paris'.
     """
     plain = _plain(answer)
     long_enough = any(len(word) > 3 for word in re.split(r"\W+", plain)) or plain in ("yes", "no")
@@ -135,7 +135,7 @@ def words_of(answer: str) -> str | None:
 
 
 def says(response: str, words: str) -> bool:
-    """Whether the answer of a response is these words of `words_of`."""
+    """Whether the answer of a response is the same words as `words`, which `words_of` returned."""
     return _plain(_spoken(response)) == words
 
 
@@ -159,14 +159,14 @@ def _plain(text: str) -> str:
 
 
 def _line_after(text: str, position: int) -> tuple[str, int]:
-    """The first line from a position on that is not empty, and where it ends."""
+    """The first non-empty line from a position on, and the position of its end."""
     found = re.compile(r"\s*([^\n]*)").match(text, position)
     assert found is not None
     return found[1].strip(), found.end()
 
 
 def _kind(line: str) -> str:
-    """What follows '####': an 'answer', a 'heading' without one, or 'prose', which may be either."""
+    """What follows '####': an 'answer', a 'heading' without an answer, or 'prose', which may be either."""
     if boxes(line):
         return "answer"
     if _STEP.match(line) or not _parse(line):

@@ -10,23 +10,22 @@ Split = Literal["train", "eval"]
 
 
 class EnvironmentSetupError(ValueError):
-    """The environment cannot be built or its data cannot be read; one sentence, with file and line where there is
-    one."""
+    """The environment cannot be built or its data cannot be read; one sentence, with file and line if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question and what is needed to judge an answer to it. Must pickle: rewards run in other processes."""
+    """A question and what is needed to judge an answer to it. Must be picklable: rewards run in other processes."""
 
     text: str
     answer: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rendered: str | None = None
-    """What the model was given, where a chat template made it of `text`; filled in before `reward` sees the prompt."""
+    """The text that a chat template made of `text`; set before `reward` sees the prompt. None without a template."""
 
 
 class Environment(Protocol):
-    """Two methods; a third, `__len__`, where the prompts are finite.
+    """Two methods, and a third, `__len__`, if the number of prompts is finite.
 
     A class is built as `Class(split="train" | "eval", seed=int, **environment_config)`, once in the trainer (for
     prompts) and once in every reward process (for rewards).
@@ -36,14 +35,14 @@ class Environment(Protocol):
         """The index-th prompt; the same index gives the same prompt in every process and run."""
 
     def reward(self, prompt: Prompt, response: str) -> float | Mapping[str, float]:
-        """Judge one response. A mapping holds named parts and its key 'reward' is the reward."""
+        """Judge one response. In a mapping of named parts, the key 'reward' holds the reward."""
 
 
 def draw_prompt(environment: Environment, index: int) -> Prompt:
-    """environment.prompt(index), which has to be a Prompt whose text can be tokenized.
+    """environment.prompt(index), checked to be a Prompt whose text can be tokenized.
 
     Raises:
-        EnvironmentSetupError: it is none; names the environment's class and the index.
+        EnvironmentSetupError: it is not; names the environment's class and the index.
     """
     prompt = environment.prompt(index)
     where = f"prompt({index}) of the environment {type(environment).__name__}"
@@ -56,7 +55,7 @@ def draw_prompt(environment: Environment, index: int) -> Prompt:
 
 
 def require_unicode(text: str, what: str) -> None:
-    """Raise EnvironmentSetupError where a text holds half a surrogate pair, which no tokenizer and no file takes."""
+    """Raise EnvironmentSetupError if a text holds half a surrogate pair, which neither tokenizers nor files accept."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -67,5 +66,5 @@ def require_unicode(text: str, what: str) -> None:
 
 
 def size_of(environment: Environment) -> int | None:
-    """Number of prompts, None where there is no end to them."""
+    """Number of prompts; None if it is unlimited."""
     return len(environment) if isinstance(environment, Sized) else None

@@ -1,4 +1,4 @@
-"""A file of questions and answers: one JSON object a line."""
+"""Read a file of questions and answers, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_vcpo.environments.protocol import EnvironmentSetupError, require_u
 
 _QUESTION_KEYS = ("question", "prompt", "problem")
 _ANSWER_KEYS = ("answer", "solution")
-_GSM8K = "####"  # what follows is the answer
-_LARGEST_EXPONENT = 300  # of a number, which is written out
+_GSM8K = "####"  # the answer follows it
+_LARGEST_EXPONENT = 300  # of numbers, which are written out in full
 
 
 def read_questions(path: Path) -> list[tuple[str, str]]:
-    """(question, answer) of every line that is not empty. Raises EnvironmentSetupError with file and line number."""
+    """(question, answer) of every non-empty line. Raises EnvironmentSetupError with file and line number."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise EnvironmentSetupError(
@@ -34,10 +34,10 @@ def read_questions(path: Path) -> list[tuple[str, str]]:
 
 
 def strict_json(text: str, *, parse_float: Callable[[str], Any] = float) -> Any:
-    """json.loads, where a key that stands twice in one object is an error.
+    """json.loads, except that a duplicate key in an object is an error.
 
     Raises:
-        ValueError: no JSON, or nested too deeply; the message is a clause without a full stop.
+        ValueError: not JSON, a duplicate key, or nested too deeply; the message is a clause without a full stop.
     """
     try:
         return json.loads(text, object_pairs_hook=_object, parse_float=parse_float)
@@ -90,7 +90,7 @@ def _field(record: dict[str, Any], keys: Sequence[str], where: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Text as it is, a number written out, and nothing for anything else (NaN is what a table has in an empty cell)."""
+    """Text unchanged, a number written out, '' for anything else (tables have NaN in empty cells)."""
     if isinstance(value, Decimal):
         return f"{value:f}" if value.is_finite() and abs(value.adjusted()) <= _LARGEST_EXPONENT else ""
     return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""

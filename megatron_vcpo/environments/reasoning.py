@@ -1,4 +1,4 @@
-"""Reasoning blocks: what a model thinks before it answers is not its answer."""
+"""Reasoning blocks: what a model thinks before it answers is not part of its answer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MARKERS: tuple[tuple[str, str], ...] = (
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
     ("◁think▷", "◁/think▷"),  # Kimi-VL
     ("<|channel>", "<channel|>"),  # Gemma 4
-    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),  # gpt-oss; other channels lie between
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),  # gpt-oss; others may lie between
 )
-"""How the common models write the begin and the end of a reasoning block."""
+"""How common models mark the begin and the end of a reasoning block."""
 
 Markers = Sequence[Sequence[str]]
 
 
 def check_markers(markers: Markers) -> tuple[tuple[str, str], ...]:
-    """Pairs (begin, end) as tuples. Raises EnvironmentSetupError on anything else."""
+    """The pairs (begin, end) as tuples. Raises EnvironmentSetupError if `markers` are not such pairs."""
     pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in _items(markers)]
     if not all(len(pair) == 2 and all(isinstance(m, str) and m.strip() for m in pair) for pair in pairs):
         raise EnvironmentSetupError(
@@ -45,38 +45,38 @@ def _items(markers: Markers) -> list[Sequence[str]]:
 
 
 class ResponseReader:
-    """What of a response is judged: nothing within a reasoning block, and nothing from the first stop string on."""
+    """Picks the part of a response to judge: outside of reasoning blocks and before the first stop string."""
 
     def __init__(self, *, stop: str | Sequence[str], reasoning: Markers) -> None:
         """Args:
         stop: strings, or one.
-        reasoning: pairs (begin, end) of markers; none: everything is judged.
+        reasoning: pairs (begin, end) of markers; with no pairs, everything is judged.
 
-        Raises EnvironmentSetupError on anything else.
+        Raises EnvironmentSetupError if one of them is malformed.
         """
         self._stop = check_stop(stop)
         self._markers = check_markers(reasoning)
 
     def read(self, prompt: Prompt, response: str) -> str | None:
-        """The text to be judged; None where the response ends while the model still reasons."""
+        """The text to judge; None if the response ends inside a reasoning block."""
         inside = open_end(prompt.text if prompt.rendered is None else prompt.rendered, self._markers)
         return judged_part(response, self._markers, self._stop, inside=inside)
 
 
 def open_end(given: str, markers: Markers) -> str | None:
-    """The end marker of the block that a prompt leaves open at its end, as some chat templates do."""
+    """The end marker of the block that the prompt leaves open at its end, as some chat templates do; else None."""
     text = given.rstrip().lower()
     return next((end for begin, end in markers if text.endswith(begin.lower())), None)
 
 
 def judged_part(response: str, markers: Markers, stop: Sequence[str] = (), *, inside: str | None = None) -> str | None:
-    """What stands outside of reasoning blocks and before the first stop string; None where a block does not end.
+    """The text outside of reasoning blocks and before the first stop string; None if a block does not end.
 
     Args:
         response: what the model wrote.
-        markers: pairs (begin, end), in whatever case.
-        stop: strings of which the first outside of a block ends what is judged.
-        inside: the end marker of a block that was open before the response began.
+        markers: pairs (begin, end); upper and lower case are the same.
+        stop: strings; the first one outside of a block ends the judged text.
+        inside: end marker of a block that was open before the response began.
 
     Example:
         >>> judged_part("<think>9 or 10?</think> 10", MARKERS)
@@ -100,9 +100,9 @@ def judged_part(response: str, markers: Markers, stop: Sequence[str] = (), *, in
 
 
 def _after_unbegun(response: str, ends: Mapping[str, str], inside: str | None) -> int | None:
-    """Where the text begins that follows the last end marker whose begin is not in the response: the prompt had it.
+    """Position after the last end marker whose begin marker is not in the response, but was in the prompt.
 
-    None where a block that the prompt is known to have opened does not end.
+    None if the prompt is known to have opened a block (`inside`) and it does not end.
     """
     position = None if inside is not None else 0
     for found in _any_of([*ends, *ends.values()]).finditer(response):
@@ -119,7 +119,7 @@ def _after_unbegun(response: str, ends: Mapping[str, str], inside: str | None) -
 
 
 def _any_of(markers: Iterable[str], stop: Sequence[str] = ()) -> re.Pattern[str]:
-    """Markers in any case, the longest first, and the stop strings as they are, in the group 'stop'."""
+    """A pattern for the markers in any case, longest first, and for the exact stop strings, in the group 'stop'."""
     longest_first = sorted(markers, key=len, reverse=True)
     either = "|".join(re.escape(marker) for marker in longest_first) or "(?!)"
     strings = "|".join(re.escape(string) for string in stop) or "(?!)"

@@ -1,4 +1,4 @@
-"""Any dataset of the reasoning-gym package: verifiable tasks made by a generator, without data."""
+"""Any dataset of the reasoning-gym package: generated tasks with verifiable answers, no data files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_vcpo.environments.answers import AnswerFormat
 from megatron_vcpo.environments.protocol import EnvironmentSetupError, Prompt, Split
 from megatron_vcpo.environments.reasoning import MARKERS, Markers, ResponseReader
 
-_SIZE = 10_000  # for datasets that prepare all their tasks ahead; the others do not look at it
+_SIZE = 10_000  # for datasets that prepare all tasks in advance; others ignore it
 _LARGEST_SIZE = 10_000_000
-_STRIDE = 16_777_213  # a prime: candidates for one prompt, far from those for its neighbours
+_STRIDE = 16_777_213  # a prime, so that candidates for one prompt are far from its neighbours' candidates
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class ReasoningGym:
-    """Prompts without end; the dataset's own `score_answer` is the reward.
+    """Unlimited prompts; the dataset's own `score_answer` is the reward.
 
-    Configuration: `prompt_template` with {question}, or with the name of any entry of the task's metadata (chain_sum
-    has {expression}) in braces; `answer_format`; `stop`, strings that end the answer; `reasoning`, markers of blocks
-    that are not judged; everything else goes to the dataset.
+    Configuration: `prompt_template` with {question} or any field of the task's metadata in braces (chain_sum has
+    {expression}); `answer_format`; `stop`, strings that end the answer; `reasoning`, markers of blocks that are not
+    judged; everything else is passed to the dataset.
 
     Example:
         >>> ReasoningGym(dataset="chain_sum", split="train", seed=1, max_terms=2, stop="\\n",
@@ -73,13 +73,14 @@ class ReasoningGym:
         entry = dict(prompt.metadata)
         try:
             return float(self._dataset.score_answer(answer, entry))
-        except Exception:  # noqa: BLE001 - raised again below where it is not the answer's fault
-            # Some datasets parse the answer without a guard. Where the right answer passes, this one was at fault.
+        except Exception:  # noqa: BLE001 - raised again below if the answer is not to blame
+            # Some datasets parse the answer without catching errors. If the right answer passes, the given one is to
+            # blame.
             self._dataset.score_answer(entry["answer"], entry)
             return 0.0
 
     def _prepare(self) -> None:
-        """Done at the first prompt: a reward process, which asks for none, need not generate any."""
+        """Runs at the first prompt, so that reward processes, which need no prompts, generate none."""
         try:
             self._dataset[_STRIDE]
         except IndexError:
@@ -95,7 +96,7 @@ class ReasoningGym:
 
     def _text(self, entry: Mapping[str, Any]) -> str:
         fields = _fields(entry)
-        # Braces that name no field stay: few-shot examples may hold JSON or LaTeX.
+        # Other braces stay unchanged: few-shot examples may contain JSON or LaTeX.
         return _FIELD.sub(lambda match: fields.get(match[1], match[0]), self._template)
 
 

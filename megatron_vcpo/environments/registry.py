@@ -1,4 +1,4 @@
-"""Environments by name or by import path."""
+"""Build an environment from its name or import path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_environment(
 ) -> Environment:
     """Build 'reasoning_gym:<dataset>', 'jsonl', 'builtin:<task>' (or just '<task>'), or 'module:Class'.
 
-    Raises EnvironmentSetupError: one sentence that says what is wrong with the name, the configuration or the data.
+    Raises EnvironmentSetupError: one sentence on what is wrong with the name, the configuration or the data.
     """
     kind, _, name = spec.partition(":")
     reserved = sorted({"split", "seed", "path", "dataset"} & config.keys())

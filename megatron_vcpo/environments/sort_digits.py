@@ -11,11 +11,11 @@ from megatron_vcpo.environments.reasoning import MARKERS, Markers, ResponseReade
 
 
 class SortDigits:
-    """Prompts such as 'sort 31752: ', answered by '12357'. Without end; `prompt(i).answer` serves supervised warm-up.
+    """Unlimited prompts such as 'sort 31752: ', answered by '12357'. Supervised warm-up uses `prompt(i).answer`.
 
-    Configuration: n_digits; prompt_template, with {digits} in it; partial_credit, which gives the share of digits in
-    their right place instead of 1 for all or 0; stop, strings that end the answer; reasoning, markers of blocks that
-    are not judged.
+    Configuration: n_digits; prompt_template, with {digits}; partial_credit: reward the share of digits in their right
+    place, instead of 1 for all and else 0; stop, strings that end the answer; reasoning, markers of blocks that are not
+    judged.
     """
 
     def __init__(
