@@ -1,10 +1,10 @@
-"""Weights from Megatron to whoever receives them: plan, gather, deliver, verify (docs/sync.md).
+"""Send weights from Megatron to a receiver: plan, gather, deliver, verify (docs/sync.md).
 
-buckets        which parameters travel together
+buckets        which parameters are sent together
 gather         the whole model as a stream of Hugging Face tensors
-synchronizer   publish(version): all of it arrives, or every rank raises
-receiver       what weights are published to
-deadline       no wait without an end
-verify         the engine's log-probs against the trainer's
-transports/    flat buckets to another process
+synchronizer   publish(version): all weights arrive, or every rank raises
+receiver       the protocol of what weights are published to
+deadline       a time limit for every wait
+verify         compare the engine's log-probs with the trainer's
+transports/    send flat buckets to another process
 """

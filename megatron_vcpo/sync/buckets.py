@@ -1,4 +1,4 @@
-"""Buckets: consecutive small parameters that travel together, so that one collective moves many of them."""
+"""Buckets: consecutive small parameters that are sent together, so that one collective moves many of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_vcpo.models.naming import ModelShape, ParameterLayout, ParameterSp
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters held by one pipeline stage and, for experts, one expert-parallel rank."""
+    """Parameters of one pipeline stage and, if they are experts', of one expert-parallel rank."""
 
     specs: tuple[ParameterSpec, ...]
     stage: int  # rank in the pipeline group that owns them
     expert_rank: int | None  # rank in the expert-parallel group that owns them; None for dense parameters
     tp_size: int  # ranks that a parameter is split over
     shard_numel: int  # elements that one of these ranks holds
-    dtype: torch.dtype | None = None  # the type these parameters keep; None: the stream's
+    dtype: torch.dtype | None = None  # dtype that these parameters keep; None: the stream's
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of all shards together, in a stream whose elements have `itemsize` bytes."""
@@ -37,9 +37,9 @@ def plan_buckets(
     itemsize: int,
     bucket_bytes: int,
 ) -> list[Bucket]:
-    """Cut the sequence of parameters, in order, into buckets of at most `bucket_bytes`, or of one parameter.
+    """Cut the parameters, in order, into buckets of at most `bucket_bytes`; a larger parameter is a bucket of its own.
 
-    The result is the same on every rank: it uses only sizes of groups, never this rank's place in them.
+    The result is the same on every rank: it depends on the groups' sizes, never on this rank's index in them.
     """
     buckets: list[Bucket] = []
     for spec in specs:

@@ -1,4 +1,4 @@
-"""Deadline: a wait in this process that ends with a sentence instead of never."""
+"""Deadline: a wait that lasts too long raises an error that says what was waited for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_vcpo.sync.errors import SyncError
 class Deadline:
     """Raises SyncError in the main thread once `seconds` have passed since the last `waiting_for`.
 
-    Rests on SIGALRM, which interrupts Python code and system calls. A collective inside a C++ library is not
-    interrupted: the timeout of its process group (--distributed-timeout-minutes) ends that. Outside the main thread
-    there is no alarm.
+    Uses SIGALRM, which interrupts Python code and system calls. It does not interrupt a collective inside a C++
+    library; the timeout of the process group (--distributed-timeout-minutes) ends that. Outside the main thread there
+    is no alarm.
     """
 
     def __init__(self, seconds: float, flag: str) -> None:
@@ -27,7 +27,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The alarm is set inside this block; whoever had it before gets it back."""
+        """Set the alarm within this block, then restore the previous handler and timer."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -43,13 +43,13 @@ class Deadline:
             signal.signal(signal.SIGALRM, before)
 
     def waiting_for(self, what: str) -> None:
-        """Progress: from now on `what` is waited for, and the time starts anew."""
+        """Restart the time, now waiting for `what`."""
         self._what = what
         if self._armed:
             self._set()
 
     def _set(self) -> None:
-        # it rings again and again: whoever handles the error may get stuck as well
+        # repeats, because the code that handles the error may get stuck too
         signal.setitimer(signal.ITIMER_REAL, self._seconds, self._seconds)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What sync/ raises."""
+"""The error that sync/ raises."""
 
 
 class SyncError(RuntimeError):

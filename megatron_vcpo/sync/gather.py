@@ -1,8 +1,8 @@
 """WeightGatherer: the whole model as a stream of Hugging Face tensors, on every model-parallel rank.
 
-    match (names, shapes, who owns what)  ->  plan (buckets)  ->  stream (collectives, one bucket at a time)
+    match (names, shapes, owners)  ->  plan (buckets)  ->  stream (collectives, one bucket at a time)
 
-The plan is made once and needs one small exchange; a stream holds one bucket and one tensor at a time.
+The plan is made once, with one small exchange; a stream holds one bucket and one tensor at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_vcpo.sync.errors import SyncError
 
 
 class WeightGatherer:
-    """Streams (Hugging Face name, full tensor) of a Megatron model in one order, the same on every rank.
+    """Streams (Hugging Face name, full tensor) of a Megatron model, in the same order on every rank.
 
     Args:
         model_chunks: this rank's GPTModels (one for each virtual pipeline stage), wrapped or not.
@@ -39,13 +39,12 @@ class WeightGatherer:
         shape: sizes of the whole model.
         groups: object with process groups `tp`, `pp`, `ep` and `expt_tp` (Megatron's ProcessGroupCollection); None
             for a single process.
-        dtype: type of the tensors that come out, but for those that the table keeps in another; converted before they
-            travel.
-        bucket_bytes: most bytes that travel together; a larger parameter travels alone.
-        keep_float32: Hugging Face names that travel in float32, because the engine holds them so (a router's weights).
+        dtype: dtype of the streamed tensors, except those that the table keeps in another; converted before sending.
+        bucket_bytes: most bytes sent together; a larger parameter is sent alone.
+        keep_float32: Hugging Face names to send in float32, because the engine holds them so (a router's weights).
 
     Raises:
-        SyncError: on every rank, where model and table disagree; all names are listed.
+        SyncError: on every rank, if model and table disagree; all names are listed.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class WeightGatherer:
 
     @property
     def entries(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(Hugging Face name, type, full shape) of every tensor, in the order of the stream."""
+        """(Hugging Face name, dtype, full shape) of every tensor, in the order of the stream."""
         found = {name: (spec.dtype or self._dtype, size) for spec in self._specs for name, size in spec.hf}
         return [(name, *entry) for name, entry in found.items()]
 
@@ -90,7 +89,7 @@ class WeightGatherer:
 
     @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once. A collective on all ranks: each must consume it to the end.
+        """Yield every tensor once. Collective over all ranks: each must consume the stream to its end.
 
         A tensor may be a view of a parameter or of a buffer that the next step reuses: copy it to keep it.
         """
@@ -121,7 +120,7 @@ class WeightGatherer:
             flat = self._pack(bucket)
         else:
             flat = torch.empty(bucket.shard_numel, dtype=dtype, device=self.device)
-        # the shard travels first and is gathered last, where the links are fastest
+        # broadcast shards first; the tensor-parallel gather, over the fastest links, comes last
         if on_stage and bucket.expert_rank is not None and layout.ep_size > 1:
             dist.broadcast(flat, group=groups.ep, group_src=bucket.expert_rank)
         if layout.pp_size > 1:
@@ -133,7 +132,7 @@ class WeightGatherer:
         return gathered.view(bucket.tp_size, bucket.shard_numel)
 
     def _pack(self, bucket: Bucket) -> torch.Tensor:
-        """This rank's shards of the bucket, flat; a single parameter of the right type is not copied."""
+        """This rank's shards of the bucket, flat; a single parameter of the right dtype is not copied."""
         dtype = bucket.dtype or self._dtype
         parts = [self._local[spec.name].detach().to(dtype).flatten() for spec in bucket.specs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

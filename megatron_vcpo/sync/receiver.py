@@ -1,4 +1,4 @@
-"""WeightReceiver: what weights are published to. `sync/` knows of an engine no more than this."""
+"""WeightReceiver: what weights are published to, and all that `sync/` knows about an engine."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ import torch
 class UpdateReport:
     """How one set of weights arrived."""
 
-    copied: int = 0  # tensors written straight into the receiver's memory
+    copied: int = 0  # tensors written directly into the receiver's memory
     reloaded: int = 0  # tensors that went through the receiver's own loader
-    received: dict[str, int] | None = None  # digest of each tensor as it arrived, of a verified update
+    received: dict[str, int] | None = None  # digest of each tensor as it arrived, if the update was verified
     unreadable: tuple[str, ...] = ()  # tensors that a verified update could not read back
 
 
 class WeightReceiver(Protocol):
     """Holds one set of weights of a known version.
 
-    Every method is called on all ranks of the receiver together, in the same order, and leaves the trainer's RNG,
-    thread count and default dtype as they were.
+    All ranks of the receiver call every method, in the same order. Methods leave the trainer's RNG, thread count and
+    default dtype unchanged.
     """
 
     version: int | None
-    """Policy version of the weights it holds; None while no complete set has arrived."""
+    """Policy version of the weights it holds; None until a complete set has arrived."""
 
     float32_weights: frozenset[str]
-    """Parameters that it holds in float32, whatever its type: they are published in float32."""
+    """Hugging Face names of parameters that it holds, and must be sent, in float32, whatever its dtype."""
 
     def update_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
     ) -> UpdateReport:
-        """Replace all weights by the named tensors (Hugging Face names, full shapes) and drop what was computed with
-        the old ones.
+        """Replace all weights by the named tensors (Hugging Face names, full shapes) and drop everything computed with
+        the old weights.
 
-        With `verify` the old values are spoiled first, and what the receiver then holds is compared with what came.
-        The producer may reuse a tensor's memory as soon as the next one is asked for. Any error leaves `version` None.
+        With `verify`, overwrite the old values with garbage first, and compare what the receiver then holds with what
+        arrived. The producer may reuse a tensor's memory as soon as the next one is asked for. Any error leaves
+        `version` None.
         """

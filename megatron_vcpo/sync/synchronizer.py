@@ -1,4 +1,4 @@
-"""WeightSynchronizer: publishes the trainer's weights to the engine, all of them or an error."""
+"""WeightSynchronizer: publishes all of the trainer's weights to the engine, or raises."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from megatron_vcpo.sync.receiver import UpdateReport, WeightReceiver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One publication, as this rank saw it."""
+    """Figures of one publication on this rank."""
 
     version: int
     seconds: float
     bytes: int
     tensors: int
-    copied: int  # tensors written straight into the engine's memory; the others went through its own loader
+    copied: int  # tensors written directly into the engine's memory; the others went through its own loader
     verified: bool
-    unreadable: tuple[str, ...]  # tensors that the engine cannot give back: only its log-probs can tell
+    unreadable: tuple[str, ...]  # tensors that the engine cannot read back: only its log-probs can show an error
 
 
 class WeightSynchronizer:
-    """Moves all weights of a Megatron model into an engine, on every rank together.
+    """Moves all weights of a Megatron model into an engine; all ranks take part.
 
     Args:
         model_chunks: this rank's GPTModels, wrapped or not; one for each virtual pipeline stage.
@@ -43,7 +43,7 @@ class WeightSynchronizer:
         groups: process groups `tp`, `pp`, `ep`, `expt_tp` (ProcessGroupCollection); None for a single process.
         engine: this rank's engine.
         config: bucket size and deadline.
-        dtype: the engine's weights.
+        dtype: of the engine's weights.
 
     Raises:
         SyncError: model and table disagree; every name is listed, and nothing has been sent.
@@ -75,19 +75,19 @@ class WeightSynchronizer:
         )
 
     def publish(self, version: int, *, verify: bool = False) -> SyncReport:
-        """Replace the engine's weights by the trainer's and name them `version` (optimizer steps taken).
+        """Replace the engine's weights by the trainer's and give them the number `version`.
 
         Call it on every rank. With --overlap-param-gather, force the parameters' synchronisation first.
 
         Args:
             version: optimizer steps taken.
-            verify: spoil the engine's old weights first, compare what it holds afterwards with what arrived, and what
-                arrived with what was sent.
+            verify: overwrite the engine's old weights with garbage first; then compare what it holds with what arrived,
+                and what arrived with what was sent.
 
         Raises:
-            SyncError: on every rank, when on any a weight is not finite or does not fit the engine's type, the engine
-                refused, left tensors unread, holds something else, or took longer than --sync-timeout for one of them.
-                The engine then serves no version.
+            SyncError: on every rank, if on any rank a weight is not finite or overflows the engine's dtype, or the
+                engine refuses a tensor, leaves tensors unread, holds something else, or takes longer than
+                --sync-timeout for one tensor. The engine then serves no version.
         """
         started = time.perf_counter()
         source = self.gatherer.stream()
@@ -103,7 +103,7 @@ class WeightSynchronizer:
             except Exception as error:  # noqa: BLE001 - raised below, on all ranks together
                 failure = delivery.failure(error, f"The engine of rank {self._rank} could not take version {version}")
             try:
-                for _ in delivery.rest(source):  # the other ranks are in the stream's collectives until the end
+                for _ in delivery.rest(source):  # other ranks run the stream's collectives to the end
                     pass
             except Exception as error:  # noqa: BLE001 - raised below, on all ranks together
                 failure = failure or delivery.failure(error, f"Rank {self._rank} could not end version {version}")
@@ -124,7 +124,7 @@ class WeightSynchronizer:
 
 
 class _Delivery:
-    """The ledger of one publication: checks each tensor on its way and remembers it."""
+    """One publication: checks each tensor on its way and remembers which ones were written."""
 
     def __init__(
         self, expected: list[str], dtype: torch.dtype, deadline: Deadline, digests: dict[str, int] | None
@@ -139,7 +139,7 @@ class _Delivery:
         self._refused: SyncError | None = None
 
     def watch(self, source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass the tensors on; the one just handed over counts as written when the next is asked for."""
+        """Pass the tensors on. A tensor counts as written once the next one is asked for."""
         for name, tensor in self.rest(source):
             self._current = name
             if not is_finite(tensor):
@@ -155,7 +155,7 @@ class _Delivery:
         self._deadline.waiting_for("the engine to finish after the last tensor")
 
     def rest(self, source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the ranks still bring together."""
+        """The tensors that the ranks still gather, each within the deadline."""
         number = len(self.written)
         while True:
             coming = self.expected[number] if number < len(self.expected) else "the end"
@@ -174,7 +174,7 @@ class _Delivery:
             yield item
 
     def difference(self, report: UpdateReport) -> SyncError | None:
-        """What the engine left unread, or received otherwise than it was sent."""
+        """The error if the engine left tensors unread or received other bits than were sent, else None."""
         if unread := self.expected[len(self.written) :]:
             return SyncError(f"The engine left weights unread: {', '.join(unread)}.")
         if self._digests is None:
@@ -191,7 +191,7 @@ class _Delivery:
         return None
 
     def failure(self, error: Exception, what: str) -> SyncError:
-        """The error of this publication, naming the tensor it happened at."""
+        """The error of this publication, naming the tensor at which it occurred."""
         if self._refused is not None:
             return self._refused
         place = f" while it was given {self._current}" if self._current else ""
@@ -214,7 +214,7 @@ def _words(error: BaseException) -> str:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every element is finite. One sum decides; only one that overflows is followed by an exact look."""
+    """Whether every element is finite. One sum decides; only if it is not finite are the elements checked."""
     if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
         return True
     return bool(torch.isfinite(tensor).all())

@@ -1,4 +1,4 @@
-"""Does the engine compute what the trainer computes?"""
+"""Check whether the engine computes the same log-probs as the trainer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_vcpo.data.trajectory import Float32Array
 from megatron_vcpo.sync.errors import SyncError
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Largest mean absolute difference, in nats, that different kernels of one type explain."""
+"""Largest mean absolute difference, in nats, that different kernels of the same dtype explain."""
 
 _QUANTIZED_TOLERANCE = 0.3
-"""The same for an engine of 8 bits, which cost up to 0.1 with small models."""
+"""The same for an 8-bit engine; small models had up to 0.1."""
 
-_FAR = 0.5  # mean difference in nats above which rounding is no explanation
+_FAR = 0.5  # mean difference in nats above which rounding cannot be the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """Absolute differences of log-probs, in nats."""
+    """Absolute differences between trainer's and engine's log-probs, in nats."""
 
     mean: float
     max: float
@@ -30,7 +30,7 @@ class ProbeResult:
 
 
 def default_tolerance(dtype: torch.dtype, *, quantized: bool = False) -> float:
-    """Largest mean absolute difference, in nats, that an engine of this type may have for no other reason."""
+    """Largest mean absolute difference, in nats, that an engine's dtype alone can explain."""
     return _QUANTIZED_TOLERANCE if quantized else _TOLERANCES[dtype]
 
 
@@ -45,19 +45,19 @@ def compare_logprobs(
 
     Args:
         trainer: one array [L_i] for each sequence.
-        engine: the same sequences' of the engine, whose weights were just published.
+        engine: the same from the engine, whose weights were just published.
         tolerance: largest allowed mean absolute difference, in nats.
         version: of the published weights, for the message.
 
     Raises:
-        SyncError: the mean is above the tolerance or anything is not finite. The message holds both figures.
+        SyncError: the mean is above the tolerance, or a log-prob is not finite. The message gives mean and tolerance.
     """
     lengths = ([len(x) for x in trainer], [len(x) for x in engine])
     if lengths[0] != lengths[1] or not sum(lengths[0]):
         raise SyncError(f"Trainer and engine scored different tokens, or none: {lengths[0]} against {lengths[1]}.")
     difference = np.abs(np.concatenate(list(trainer)).astype(np.float64) - np.concatenate(list(engine)))
     result = ProbeResult(mean=float(difference.mean()), max=float(difference.max()), tokens=difference.size)
-    # written so that NaN fails
+    # `not <=`, so that NaN fails too
     if not result.mean <= tolerance:
         raise SyncError(
             f"After publishing version {version} the engine's log-probs differ from the trainer's by "

@@ -1,1 +1,1 @@
-"""Ways for weights to reach another process: shared memory, CUDA IPC, and vLLM's own transfer over NCCL."""
+"""How weights reach another process: shared memory, CUDA IPC, and vLLM's own transfer over NCCL."""

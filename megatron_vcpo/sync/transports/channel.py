@@ -1,15 +1,15 @@
-"""Weights to an engine in another process of this machine: flat buckets in memory that both sides map.
+"""Send weights to an engine in another process of this machine, in flat buckets in memory that both sides map.
 
     trainer                                               engine
     add(name, tensor): copy into the slot being filled
     slot full: ("bucket", number, handle, index)  ----->  views of the slot, one tensor at a time
-    fill the other slot                                   copy them where they belong
+    fill the other slot                                   copy them to their place
     wait before a slot is used again              <-----  number
 
-Two slots, so that one is filled while the other is read. Handles travel through the pipe and, the first time, the index
-of names, types and shapes: one message a bucket. What kind of memory it is, is a transport's matter: shared memory on a
-CPU (deliver_shared_memory.py), CUDA IPC on a GPU (deliver_cuda_ipc.py). In one process none is needed: the engine reads
-the stream itself. Across machines: deliver_native.py.
+There are two slots, so that one is filled while the other is read. The pipe carries one message a bucket: its handle
+and, the first time, the index of names, dtypes and shapes. The transport decides on the kind of memory: shared memory
+on a CPU (shared_memory.py), CUDA IPC on a GPU (cuda_ipc.py). Within one process no transport is needed, since the
+engine reads the stream itself. For other machines see native.py.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ import torch
 _ALIGNMENT = 64  # bytes
 
 Entry = tuple[str, torch.dtype, tuple[int, ...], int]
-"""Name, type, shape and first byte of one tensor in a bucket."""
+"""Name, dtype, shape and first byte of one tensor in a bucket."""
 
 
 class WeightDelivery(Protocol):
     """Memory that two processes share, as the sending side sees it."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` bytes that `handle` can tell another process about."""
+        """Allocate `nbytes` bytes of memory that `handle` can describe to another process."""
 
     def handle(self, memory: torch.Tensor) -> Any:
-        """What the other process opens the memory with; small enough for a pipe."""
+        """What the other process needs to open the memory; small enough for a pipe."""
 
     def release(self, memory: torch.Tensor) -> None:
-        """Give memory back that the other process has no use for any more."""
+        """Free memory that the other process no longer needs."""
 
     def settle(self) -> None:
-        """Wait until what was written can be read by the other process."""
+        """Wait until the other process can read what was written."""
 
 
 class DeliveryOpener(Protocol):
     """The same memory, as the receiving side sees it."""
 
     def open(self, place: int, handle: Any) -> torch.Tensor:
-        """The memory of slot `place`; what it was before is let go."""
+        """Open the memory of slot `place`, closing the memory that it had before."""
 
     def settle(self) -> None:
-        """Wait until what reads the memory has read it."""
+        """Wait until pending copies out of the memory are done."""
 
 
 class DeliveryAborted(RuntimeError):
-    """The sender could not produce the rest; the message quotes why."""
+    """The sender could not produce the rest; the message quotes the reason."""
 
 
 @dataclass(slots=True)
 class _Slot:
     memory: torch.Tensor
     handle: Any
-    reading: int | None = None  # number of the bucket that the other side has not given back
+    reading: int | None = None  # number of the bucket that the other side is still reading
 
 
 class BucketSender:
@@ -70,9 +70,9 @@ class BucketSender:
     Args:
         delivery: the memory.
         post: sends one message.
-        taken: waits for the number of a bucket that was read, and raises at the deadline; it is told what is waited
-            for.
-        bucket_bytes: size of a slot; it grows to the largest tensor.
+        taken: waits for the number of a bucket that was read, and raises at the deadline; its argument says what is
+            waited for.
+        bucket_bytes: size of a slot, which grows if a tensor is larger.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BucketSender:
         *,
         bucket_bytes: int,
     ) -> None:
-        self.buckets = 0  # sent in this update
+        self.buckets = 0  # number of buckets sent in this update
         self._delivery = delivery
         self._post = post
         self._taken = taken
@@ -91,7 +91,7 @@ class BucketSender:
         self._slots: list[_Slot | None] = [None, None]
         self._index: list[Entry] = []
         self._used = 0
-        self._known: list[list[Entry]] = []  # what the other side remembers of the last complete update
+        self._known: list[list[Entry]] = []  # indices that the other side remembers from the last complete update
         self._sent: list[list[Entry]] = []
 
     def begin(self) -> None:
@@ -99,7 +99,7 @@ class BucketSender:
         self._index, self._sent, self._used, self.buckets = [], [], 0, 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into the bucket being filled; sends the one before it when there is no room."""
+        """Copy a tensor into the bucket being filled, after sending that bucket if it has no room."""
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         if self._index and start + tensor.nbytes > self._capacity:
             self.flush()
@@ -124,7 +124,7 @@ class BucketSender:
         self.buckets += 1
 
     def finish(self) -> None:
-        """Send the last bucket and wait until all were read."""
+        """Send the last bucket and wait until all have been read."""
         self.flush()
         for slot in self._slots:
             if slot is not None:
@@ -132,14 +132,14 @@ class BucketSender:
         self._known = self._sent
 
     def forget(self) -> None:
-        """After an update that failed: nothing is read any more, and the other side may remember something else."""
+        """Call after a failed update: the other side reads nothing more, and may remember other indices."""
         self._known = []
         for slot in self._slots:
             if slot is not None:
                 slot.reading = None
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for slot in self._slots:
             if slot is not None:
                 self._delivery.release(slot.memory)
@@ -151,7 +151,7 @@ class BucketSender:
         return self._bucket_bytes if slot is None else max(self._bucket_bytes, slot.memory.numel())
 
     def _slot(self, nbytes: int, name: str) -> _Slot:
-        """The slot being filled, free and large enough."""
+        """The slot being filled, once it is free, with room for `nbytes` more."""
         place = self.buckets % 2
         slot = self._slots[place]
         if slot is not None:
@@ -177,14 +177,14 @@ def receive_buckets(
     opener: DeliveryOpener,
     indices: dict[int, list[Entry]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The other side: yield views of the buckets' tensors; a bucket is given back when the tensor after it is asked
-    for.
+    """The receiving side: yield views of the buckets' tensors. A bucket is acknowledged once the tensor after it is
+    asked for.
 
     Args:
         receive: waits for one message.
         acknowledge: sends a bucket's number back.
-        opener: the transport's.
-        indices: what `receive_buckets` has to remember from one update to the next.
+        opener: opens the transport's memory.
+        indices: buckets' indices, which `receive_buckets` keeps here from one update to the next.
 
     Raises:
         DeliveryAborted: the sender could not produce the rest.

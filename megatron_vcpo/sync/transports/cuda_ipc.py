@@ -1,4 +1,4 @@
-"""Memory that two processes share on one GPU: CUDA IPC handles of the two buckets, not of each tensor."""
+"""Memory that two processes share on one GPU, by CUDA IPC handles of the two buckets rather than of each tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 _DEVICE_ARGUMENT = 6
-"""Of torch's rebuild_cuda_tensor: the device's index in the sender. The receiver counts its devices for itself."""
+"""Position of the device index in the arguments of torch's rebuild_cuda_tensor. The receiver replaces the sender's
+index by its own."""
 
 
 class CudaIpcDelivery:
@@ -15,10 +16,10 @@ class CudaIpcDelivery:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory: list[torch.Tensor] = []  # the receiver's mapping is valid only as long as this lives
+        self._memory: list[torch.Tensor] = []  # the receiver's mapping is valid only while these live
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory."""
+        """`nbytes` bytes of device memory."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._memory.append(memory)
         return memory
@@ -30,11 +31,11 @@ class CudaIpcDelivery:
         return reduce_tensor(memory)
 
     def release(self, memory: torch.Tensor) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self._memory = [kept for kept in self._memory if kept is not memory]
 
     def settle(self) -> None:
-        """The receiver's stream does not wait for this process's copies: they must be done."""
+        """Wait for this process's copies, because the receiver's stream does not."""
         torch.cuda.current_stream(self._device).synchronize()
 
 
@@ -45,7 +46,7 @@ class CudaIpcOpener:
         self._open: dict[int, tuple[str, torch.Tensor]] = {}
 
     def open(self, place: int, handle: Any) -> torch.Tensor:
-        """Open each handle once."""
+        """The memory of a slot; each handle is opened only once."""
         rebuild, arguments = handle
         key = repr(arguments)
         if place not in self._open or self._open[place][0] != key:
@@ -55,5 +56,5 @@ class CudaIpcOpener:
         return self._open[place][1]
 
     def settle(self) -> None:
-        """The sender may overwrite the memory as soon as it is told: copies out of it must be done."""
+        """Wait for copies out of the memory, because the sender may overwrite it once it is told."""
         torch.cuda.current_stream().synchronize()

@@ -1,9 +1,8 @@
 """vLLM's own weight transfer, for engines that are servers on other machines (NCCL), behind one thin adapter.
 
-The interface is young and has changed between releases: `probe` looks at what is installed and says what does not fit,
-before anything is built on it. vLLM broadcasts packed buffers, loads them with its own reload on the other side, and
-drives the handshake (start, update, finish) through a client: HTTP routes of a vLLM server, or anything with the same
-four methods.
+The interface is young and has changed between releases, so `probe` first checks whether the installed one fits. vLLM
+broadcasts packed buffers, loads them on the other side with its own reload, and drives the handshake (start, update,
+finish) through a client: a vLLM server's HTTP routes, or anything with the same four methods.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TensorEntry = tuple[str, torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class NativeApi:
-    """vLLM's modules, as `probe` found them."""
+    """vLLM's modules that `probe` found."""
 
     version: str
     base: Any
@@ -43,7 +42,7 @@ class NativeApi:
 
 
 def probe() -> NativeApi:
-    """Look for the interface in the vLLM that is installed; SyncError says what is missing there."""
+    """Find the interface in the installed vLLM; SyncError says what is missing."""
     try:
         import vllm
     except ImportError as error:
@@ -69,17 +68,17 @@ def probe() -> NativeApi:
 
 
 class NativeDelivery:
-    """Sends whole sets of weights to remote engines; takes the place of an engine in `WeightSynchronizer`.
+    """Sends complete sets of weights to remote engines; `WeightSynchronizer` uses it in place of an engine.
 
     Args:
-        entries: what every stream holds, in order (`WeightGatherer.entries`).
-        init_info: vLLM's, of a transport: `nccl_init_info` makes the usual one.
-        client: speaks with the engines; see vLLM's VLLMWeightSyncClient.
-        api: of `probe`.
+        entries: the tensors of every stream, in order (`WeightGatherer.entries`).
+        init_info: vLLM's description of a transport; `nccl_init_info` makes the usual one.
+        client: talks to the engines; see vLLM's VLLMWeightSyncClient.
+        api: from `probe`.
     """
 
     def __init__(self, entries: Sequence[TensorEntry], init_info: Any, client: Any, api: NativeApi) -> None:
-        """Meet the engines: a collective of all trainer ranks and engine workers."""
+        """Connect to the engines; collective over all trainer ranks and engine workers."""
         self.version: int | None = None
         self.float32_weights: frozenset[str] = frozenset()
         self._source = _source(api, entries)
@@ -88,7 +87,7 @@ class NativeDelivery:
         )
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> UpdateReport:
-        """Send one set. Every trainer rank calls it; only the first of them speaks with the engines."""
+        """Send one set. Every trainer rank calls it; only the first talks to the engines."""
         self.version = None
         self._source.stream = weights
         self._trainer.send_weights()
@@ -106,7 +105,7 @@ class NativeDelivery:
 def nccl_init_info(
     api: NativeApi, *, rank: int, master_address: str, master_port: int, engine_workers: int, bucket_bytes: int
 ) -> Any:
-    """For NCCL: one sending trainer rank and `engine_workers` receiving ones, in two buffers of `bucket_bytes`."""
+    """init_info for NCCL: one sending trainer rank, `engine_workers` receivers, two buffers of `bucket_bytes`."""
     return api.nccl_engine.NCCLTrainerInitInfo(
         rank=rank,
         master_address=master_address,
@@ -119,12 +118,12 @@ def nccl_init_info(
 
 
 def http_client(api: NativeApi, url: str, *, timeout: float) -> Any:
-    """Client of one vLLM server; a request that takes longer than `timeout` seconds raises."""
+    """Client of one vLLM server; requests that take longer than `timeout` seconds raise."""
     return api.clients.HTTPVLLMWeightSyncClient(url, timeout=timeout)
 
 
 def _source(api: NativeApi, entries: Sequence[TensorEntry]) -> Any:
-    """vLLM's WeightSource over one stream after another."""
+    """A vLLM WeightSource that yields one stream after another."""
 
     class Source(api.base.WeightSource):  # type: ignore[name-defined]
         def __init__(self) -> None:

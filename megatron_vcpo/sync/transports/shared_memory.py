@@ -1,7 +1,7 @@
 """Memory that two processes of one machine share, on a CPU: anonymous files, mapped by both.
 
-They have no name in any file system: nothing is left behind, however the processes end, and the size of /dev/shm (64 MB
-in many containers) is no limit.
+The files have no name in any file system, so nothing is left behind however the processes end, and the size of /dev/shm
+(64 MB in many containers) is no limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SharedMemoryDelivery:
         self._files: dict[int, int] = {}  # address -> file descriptor
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Mapped memory; the pages come when they are first written."""
+        """Mapped memory, whose pages are allocated when first written."""
         file = os.memfd_create("megatron_vcpo_weights", os.MFD_CLOEXEC)
         os.ftruncate(file, nbytes)
         memory = _map(os.getpid(), file, nbytes)
@@ -31,11 +31,11 @@ class SharedMemoryDelivery:
         return os.getpid(), self._files[memory.data_ptr()], memory.numel()
 
     def release(self, memory: torch.Tensor) -> None:
-        """Close the file; the memory goes with its last mapping."""
+        """Close the file; the memory is freed with its last mapping."""
         os.close(self._files.pop(memory.data_ptr()))
 
     def settle(self) -> None:
-        """Nothing to wait for: what one process has written, the other reads."""
+        """Nothing to wait for: the other process sees what was written at once."""
 
 
 class SharedMemoryOpener:
@@ -45,13 +45,13 @@ class SharedMemoryOpener:
         self._open: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def open(self, place: int, handle: tuple[int, int, int]) -> torch.Tensor:
-        """Map each handle once."""
+        """The memory of a slot; each handle is mapped only once."""
         if place not in self._open or self._open[place][0] != handle:
             self._open[place] = handle, _map(*handle)
         return self._open[place][1]
 
     def settle(self) -> None:
-        """Nothing to wait for: reads on a CPU are done when they return."""
+        """Nothing to wait for: copies on a CPU are synchronous."""
 
 
 def _map(process: int, file: int, nbytes: int) -> torch.Tensor:
