@@ -1,7 +1,7 @@
-"""EngineLog: what an engine logs and dumps when it fails goes to a file, and the error names the file.
+"""EngineLog: writes what a failing engine logs and dumps to a file, which the error then names.
 
-vLLM logs its whole configuration and the state of its scheduler when a step fails, tens of thousands of characters
-before the sentence that a person needs.
+When a step fails, vLLM logs its whole configuration and its scheduler's state: tens of thousands of characters before
+the one sentence that matters.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from megatron_vcpo.engines.protocol import EngineError
 
 _LOGGER = "vllm"
-_OWN_CONFIG = "VLLM_LOGGING_CONFIG_PATH"  # with it, the user has said where vLLM's records go
+_OWN_CONFIG = "VLLM_LOGGING_CONFIG_PATH"  # set by users who direct vLLM's log themselves
 
 
 def logging_variables() -> dict[str, str]:
-    """Environment variables that keep vLLM from printing its records itself."""
+    """Environment variables that keep vLLM from printing its log itself."""
     return {} if os.environ.get(_OWN_CONFIG) else {"VLLM_CONFIGURE_LOGGING": "0"}
 
 
@@ -30,19 +30,20 @@ class EngineLog:
     """Collects what is logged during calls into an engine.
 
     Args:
-        path: file to append to, made when the first thing is written; None makes a temporary one. Only the user can
-            read it: a dump holds prompts.
+        path: file to append to, created at the first write; None for a temporary file. Only the user can read it,
+            because a dump contains prompts.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
-        self._records = 0  # of the call in progress
+        self._records = 0  # number of records of the current call
         self._lost: OSError | None = None
         self._handler = _Handler(self)
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Within it, records go to the file. An EngineError that leaves it names the file, which has its trace too."""
+        """Within this context, records go to the file. An EngineError raised in it names the file, which also gets its
+        traceback."""
         self._records, self._lost = 0, None
         try:
             with self._attached():
@@ -57,12 +58,12 @@ class EngineLog:
             print(f"megatron_vcpo: vLLM logged an error and went on. {self._where()}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """Write a record."""
+        """Log `text` as an error record."""
         self._records += 1
         self.write(text)
 
     def write(self, text: str) -> None:
-        """Append to the file; that it could not be written is told with the error, which counts more."""
+        """Append to the file. If that fails, only the engine's error says so, because that error matters more."""
         try:
             with open(self._open(), "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text + "\n")
@@ -112,10 +113,10 @@ class _Handler(logging.Handler):
 
 
 def size_of(path: str | None) -> int:
-    """Bytes of a log so far."""
+    """Current size of a log in bytes; 0 if there is none."""
     return os.path.getsize(path) if path is not None and os.path.exists(path) else 0
 
 
 def grown(path: str | None, since: int) -> str:
-    """The sentence, after a space, that names a log which is larger than it was; otherwise empty."""
+    """A space and a sentence that names the log if it has grown beyond `since` bytes; otherwise ''."""
     return f" What it logged is in {path}." if size_of(path) > since else ""

@@ -1,9 +1,10 @@
 """An engine in a process of its own, on the trainer's machine.
 
-`ProcessEngine` is a `RolloutEngine` for the trainer; the child below hosts the real one and speaks through a pipe.
-Weights do not go through the pipe but through memory that both sides map (sync/transports/channel.py). Every wait ends:
-with the answer, with the child's end, or at the deadline, at which the child is ended too (nobody knows its state).
-Generating and scoring have no deadline; there, a child that gives no sign of life is ended (engines/pulse.py).
+`ProcessEngine` is a `RolloutEngine` for the trainer; its child process hosts the real engine and communicates through a
+pipe. Weights do not go through the pipe but through memory that both sides map (sync/transports/channel.py). Every wait
+ends: with the answer, when the child exits, or at a deadline, at which the child is killed because its state is
+unknown. Generating and scoring have no deadline; a child that gives no sign of life meanwhile is killed
+(engines/pulse.py).
 """
 
 from __future__ import annotations
@@ -41,26 +42,27 @@ from megatron_vcpo.sync.transports.channel import BucketSender, WeightDelivery, 
 
 _START = 900.0  # seconds to start the engine: it may compile and capture graphs
 _END = 20.0  # seconds to shut it down
-_GLANCE = 1.0  # seconds between two looks at whether the other process still lives
+_GLANCE = 1.0  # seconds between checks whether the other process is alive
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
-"""torchrun's variables, beside those that begin with TORCHELASTIC_: the engine is no rank of the trainer's world."""
+"""torchrun's variables, besides TORCHELASTIC_*, which the child must not inherit: the engine is not a rank of the
+trainer's world."""
 
 
 class ProcessEngine:
     """`RolloutEngine` in a child process, one for each trainer rank.
 
     Args:
-        settings: of the engine in the child, which has one rank.
+        settings: of the engine in the child, which is its only rank.
         rank: of the trainer process, for messages.
-        timeout: longest wait for the child in any phase of an update, and longest silence of a child that generates or
-            scores. Seconds.
-        bucket_bytes: of each of the two slots that weights go through.
+        timeout: longest wait, in seconds, for the child in any phase of an update, and longest silence of a child that
+            generates or scores.
+        bucket_bytes: size of each of the two slots for weights.
     """
 
     def __init__(self, settings: EngineSettings, *, rank: int, timeout: float, bucket_bytes: int) -> None:
-        """Start the child and wait until its engine runs. Raises EngineError when it cannot."""
+        """Start the child and wait until its engine runs. Raises EngineError if it fails."""
         self.version: int | None = None
         self._rank = rank
         self._timeout = timeout
@@ -83,7 +85,7 @@ class ProcessEngine:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The engine's name in messages."""
         return f"the engine process {self._process.pid} of rank {self._rank}"
 
     # -- the protocol ------------------------------------------------------------------------------------------------
@@ -167,9 +169,9 @@ class ProcessEngine:
         return self._answer(f"read {what}", self._timeout, kind="taken")
 
     def _abandon(self, reason: str) -> None:
-        """The trainer could not produce the rest: the child drops what has come, and says so."""
+        """The trainer could not produce the rest: tell the child, which drops what it has received and confirms."""
         self._post(("abort", reason))
-        with contextlib.suppress(EngineError):  # it has no complete weights now, which is what it says
+        with contextlib.suppress(EngineError):  # the child answers that it has no complete weights now
             self._answer("drop an update", self._timeout)
         self._forget()
 
@@ -182,15 +184,15 @@ class ProcessEngine:
     def _post(self, message: tuple[Any, ...]) -> None:
         try:
             self._pipe.send(message)
-        except BlockingIOError as error:  # the child has not read for that long
+        except BlockingIOError as error:  # the child has not read from the pipe for too long
             raise self._silent(f"be told to {message[0]}") from error
         except OSError as error:
             raise self._gone(f"be told to {message[0]}") from error
 
     def _answer(self, what: str, timeout: float | None = None, kind: str = "done") -> Any:
-        """The child's answer; EngineError when it failed, ended, took longer than `timeout` seconds or fell silent.
+        """The child's answer; EngineError if it failed, exited, took longer than `timeout` seconds or fell silent.
 
-        Without a timeout it may take as long as it likes while it gives signs of life.
+        Without a timeout it may take as long as it likes, as long as it gives signs of life.
         """
         end = None if timeout is None else time.monotonic() + timeout
         listener = Listener(self._pulse)
@@ -202,8 +204,8 @@ class ProcessEngine:
                         raise EngineError(f"In {self.name}: {value}")
                     if answer == kind:
                         return value
-                    continue  # "taken", of an update that was broken off
-            except BlockingIOError as error:  # the answer stopped half way
+                    continue  # "taken", from an update that was aborted
+            except BlockingIOError as error:  # the answer stopped halfway
                 raise self._silent(what) from error
             except (EOFError, OSError) as error:
                 raise self._gone(what) from error
@@ -255,18 +257,19 @@ def _delivery(device: torch.device) -> WeightDelivery:
 
 
 def _limit_blocking(pipe: Connection, seconds: float) -> None:
-    """Let a read or write of the pipe that cannot go on for that long raise BlockingIOError: the other side is stopped.
+    """Make a read or write of the pipe that is blocked for so long raise BlockingIOError: the other side is stopped.
 
-    Only once a message has begun: waiting for one is poll's.
+    This limits only messages that have begun; poll() waits for their begin.
     """
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    with socket.socket(fileno=os.dup(pipe.fileno())) as end:  # of a duplex Pipe, on Unix
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:  # on Unix a duplex Pipe is a socket
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _spawn(pipe: Connection, pulse: Pulse) -> subprocess.Popen[bytes]:
-    """This module as a program, with one end of the pipe. Not multiprocessing: its children import the main module."""
+    """Run this module as a program with one end of the pipe; multiprocessing's children would import the main
+    module."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -277,7 +280,8 @@ def _spawn(pipe: Connection, pulse: Pulse) -> subprocess.Popen[bytes]:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         environment["CUDA_VISIBLE_DEVICES"] = devices[torch.cuda.current_device()]
-    # The kernel ends the child with the thread that started it, so only the main thread's child may ask for that.
+    # The kernel kills the child when the thread that started it ends, so only a child of the main thread may ask for
+    # that.
     bound = threading.current_thread() is threading.main_thread()
     numbers = [pipe.fileno(), pulse.fileno(), os.getpid(), int(bound)]
     command = [sys.executable, "-m", "megatron_vcpo.engines.process", *map(str, numbers)]
@@ -310,7 +314,7 @@ class _Host:
                 self._pipe.send(("failed", str(error)))
             except (EOFError, BrokenPipeError):  # the trainer is gone
                 break
-            except Exception as error:  # noqa: BLE001 - the trainer is told, and decides
+            except Exception as error:  # noqa: BLE001 - reported to the trainer, which decides
                 self._pipe.send(("failed", f"{type(error).__name__}: {error}"))
         if self._engine is not None:
             self._engine.shutdown()
@@ -341,7 +345,7 @@ class _Host:
         try:
             return engine.update_weights(weights, version, verify=verify)
         finally:
-            for _ in weights:  # an engine that failed early: the sender goes on to the end
+            for _ in weights:  # the engine failed early, but the sender continues to the end
                 pass
 
 
@@ -362,20 +366,21 @@ def _end_with(owner: int) -> None:
 
 
 def _be_killed_with_owner() -> None:
-    """Have the kernel end this process with its owner: a stopped process runs no thread that could watch.
+    """Have the kernel kill this process when its owner dies; a stopped process could not run a thread that watches.
 
-    Where the kernel refuses, the watching thread is what is left.
+    If the kernel refuses, only the watching thread remains.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
 def main() -> None:
-    """Run by `ProcessEngine`: descriptors of pipe and pulse, the trainer's process id, 1 where its main thread asks."""
+    """Run by `ProcessEngine`. Arguments: pipe and pulse descriptors, the trainer's process id, 1 if its main thread
+    asks."""
     descriptor, pulse, owner, bound = (int(argument) for argument in sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     if bound:
         _be_killed_with_owner()
-    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()  # also if it has ended already
+    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()  # works even if the owner has already exited
     threading.Thread(target=Pulse(pulse).beat, daemon=True).start()
     _Host(Connection(descriptor)).serve()
 

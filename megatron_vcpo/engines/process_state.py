@@ -1,18 +1,18 @@
-"""Two tenants in one process: what the engine changes globally is put back before the trainer goes on.
+"""Engine and trainer in one process: undo the engine's global changes before the trainer continues.
 
 `EngineTurn` wraps every call into an in-process engine. Around each call it saves and restores
 
-* the random generators of torch (CPU and CUDA), numpy and Python: vLLM reseeds all of them;
+* the random generators of torch (CPU and CUDA), numpy and Python: vLLM reseeds them all;
 * `torch.set_num_threads` itself (vLLM's CPU worker replaces it by a no-op) and the thread count;
 * default dtype, default device, grad mode, float32 matmul precision, current CUDA device;
-* warnings and log records below ERROR, of which vLLM has many, are dropped during a turn;
-* `os.environ`: the engine's own variables (it sets LD_PRELOAD, LOCAL_WORLD_SIZE and about ten more) exist during its
-  turns only, so that processes which the trainer starts do not inherit them;
+* warning filters and log levels: vLLM's many warnings and records below ERROR are dropped during a turn;
+* `os.environ`: the engine's own variables (it sets LD_PRELOAD, LOCAL_WORLD_SIZE and about ten more) exist only during
+  its turns, so that processes that the trainer starts do not inherit them;
 * the CPUs the calling thread may run on.
 
-What cannot be undone: the memory policy. vLLM's CPU worker binds the process to the NUMA node of its first CPU and
-offers no way back, so on a machine with several NUMA nodes start one rank per node under `numactl`. Also kept: objects
-alive when the engine is built are moved out of the garbage collector's sight (`gc.freeze`), which only saves time.
+The memory policy cannot be restored: vLLM's CPU worker binds the process to the NUMA node of its first CPU for good. So
+on a machine with several NUMA nodes, start one rank per node under `numactl`. Another effect is kept on purpose:
+objects alive when the engine is built stay hidden from the garbage collector (`gc.freeze`), which only saves time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import torch
 
 
 class EngineTurn:
-    """Context manager, reusable but not reentrant: inside it the engine runs, outside it the trainer.
+    """Context manager, reusable but not reentrant: the engine runs inside it, the trainer outside.
 
-    `variables` are set in `os.environ` at the first turn unless the user has set them; whatever the environment has
-    become at the end of a turn is there again at the start of the next.
+    `variables` are set in `os.environ` at the first turn unless the user has set them. The environment at the end of a
+    turn is restored at the start of the next one.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What the flow asks of an engine: `Generator`. What weights are published to is sync's `WeightReceiver`."""
+"""`Generator`: what the flow needs of an engine. For weights, an engine is a `WeightReceiver` (sync/receiver.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one batch of responses is drawn."""
+    """How to sample one batch of responses."""
 
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy
@@ -27,7 +27,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One response to be drawn. The seed alone decides it, whatever else is in the batch."""
+    """One response to sample. It depends on the seed only, not on what else is in the batch."""
 
     prompt_ids: Sequence[int]  # [P]
     seed: int
@@ -35,34 +35,35 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """One drawn response."""
+    """One sampled response."""
 
     response_ids: Int32Array  # [L]
-    logprobs: Float32Array  # [L] of the distribution that was really sampled from
+    logprobs: Float32Array  # [L] under the distribution that was actually sampled from
     versions: Int32Array  # [L] policy version of the weights that sampled the token
-    text: str  # with the text of special tokens
+    text: str  # including the text of special tokens
     truncated: bool
-    routed_experts: RouteArray | None = None  # [P + L, layers with experts, k], where the engine was asked for them
+    routed_experts: RouteArray | None = None  # [P + L, layers with experts, k], if asked for
 
 
 class Generator(Protocol):
-    """Draws responses. One request in, one result out; a result says of each token which weights sampled it.
+    """Samples responses, one result for each request; a result gives the version of the weights that sampled each
+    token.
 
-    Where it shares processes with the trainer, every method is called on all ranks of the engine together, in the same
-    order, and leaves the trainer's RNG, thread count and default dtype as they were.
+    If it shares processes with the trainer, all ranks of the engine call every method, in the same order. Methods leave
+    the trainer's RNG, thread count and default dtype unchanged.
     """
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, progress: bool
     ) -> list[GenerationResult]:
-        """Draw one response per request, in the order of the requests.
+        """Sample one response per request, in the order of the requests.
 
         Raises:
             EngineError: it has no complete set of weights, or failed.
         """
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
-        """Log-probs at temperature 1 of each sequence's tokens from prompt_lengths[i] on, [len - prompt_length]
+        """Log-probs at temperature 1 of each sequence's tokens from index prompt_lengths[i] on, [len - prompt_length]
         each."""
 
     def shutdown(self) -> None:
@@ -70,15 +71,15 @@ class Generator(Protocol):
 
 
 class RolloutEngine(Generator, WeightReceiver, Protocol):
-    """Both in one: a rollout engine generates with the weights it was sent last."""
+    """A rollout engine: generates with the weights it was last sent."""
 
 
 class EngineSettings(Protocol):
-    """What an engine can be built from, also in another process: it pickles."""
+    """What an engine is built from; picklable, so that it can be built in another process."""
 
     @property
     def log_file(self) -> str | None:
-        """Where the engine writes what it says when it fails."""
+        """File for what the engine logs when it fails; None for a temporary one."""
 
     def build(self) -> RolloutEngine:
-        """The engine, in this process. Raises EngineError when it cannot start."""
+        """Build the engine in this process. Raises EngineError if it cannot start."""

@@ -1,7 +1,7 @@
-"""Signs of life between two processes of a machine: a counter in memory that both map.
+"""Signs of life from one process to another on the same machine: a counter in memory that both map.
 
-No lock and no message, so that neither side can hold the other up; a stopped process, or one in which no thread gets to
-run, stops counting.
+It uses no locks or messages, so neither side can block the other. A process that is stopped, or in which no thread gets
+to run, stops counting.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 
 _BYTES = 8
 _INTERVAL = 0.25  # seconds between two beats
-_LONGEST_STEP = 2.0  # seconds of silence that one look can add
+_LONGEST_STEP = 2.0  # seconds of silence that one check can add
 
 
 class Pulse:
-    """The counter. One process beats, the other looks.
+    """The counter. One process increments it, the other reads it.
 
     Args:
-        descriptor: of the file behind it, inherited from the process that made it; None makes one.
+        descriptor: of its file, inherited from the process that created it; None creates one.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -31,22 +31,22 @@ class Pulse:
         self._counter = memoryview(self._memory).cast("Q")
 
     def fileno(self) -> int:
-        """For `pass_fds`, and the argument in the other process."""
+        """The file descriptor, for `pass_fds` and as an argument in the other process."""
         return self._descriptor
 
     @property
     def beats(self) -> int:
-        """So far."""
+        """The count so far."""
         return self._counter[0]
 
     def beat(self) -> None:
-        """Count for ever; the target of a daemon thread."""
+        """Count until the process ends; the target of a daemon thread."""
         while True:
             self._counter[0] += 1
             time.sleep(_INTERVAL)
 
     def close(self) -> None:
-        """Let the memory go; safe to call twice."""
+        """Free the memory; safe to call twice."""
         self._counter.release()
         if not self._memory.closed:
             self._memory.close()
@@ -54,9 +54,9 @@ class Pulse:
 
 
 class Listener:
-    """How long a pulse has been silent, as a process sees it that looks every second or so.
+    """How long a pulse has been silent, for a process that checks about every second.
 
-    What the looker itself slept through does not count: after Ctrl-Z and fg both sides have been still.
+    Time during which the checking process itself was stopped does not count: Ctrl-Z stops both sides.
     """
 
     def __init__(self, pulse: Pulse) -> None:
@@ -66,7 +66,7 @@ class Listener:
         self._silence = 0.0
 
     def silence(self) -> float:
-        """Seconds without a beat so far."""
+        """Seconds since the last beat."""
         now, beats = time.monotonic(), self._pulse.beats
         self._silence = 0.0 if beats != self._beats else self._silence + min(now - self._looked, _LONGEST_STEP)
         self._beats, self._looked = beats, now

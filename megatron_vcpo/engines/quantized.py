@@ -1,4 +1,4 @@
-"""QuantizedEngine: an engine that runs on quantized weights, and is given plain ones."""
+"""QuantizedEngine: an engine that is sent plain weights and runs on quantized ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_vcpo.sync.receiver import UpdateReport
 
 
 class QuantizedEngine:
-    """`RolloutEngine` around one that was built from a quantized checkpoint: weights are quantized on their way in.
+    """`RolloutEngine` around an engine built from a quantized checkpoint: quantizes weights on their way to it.
 
     Args:
-        engine: knows the recipe's format from its model folder.
-        recipe: of the same folder.
+        engine: built from a model folder in the recipe's format.
+        recipe: from the same folder.
     """
 
     def __init__(self, engine: RolloutEngine, recipe: QuantizationRecipe) -> None:
@@ -38,8 +38,8 @@ class QuantizedEngine:
     def update_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], version: int, *, verify: bool = False
     ) -> UpdateReport:
-        """See `WeightReceiver.update_weights`. The report counts quantized tensors, and digests are of plain ones: what
-        the engine then holds is compared with its quantized form by the engine itself."""
+        """See `WeightReceiver.update_weights`. The report counts quantized tensors, but its digests are of plain ones;
+        the engine itself compares what it holds with the quantized tensors."""
         received: dict[str, int] = {}
 
         def noted() -> Iterator[tuple[str, torch.Tensor]]:

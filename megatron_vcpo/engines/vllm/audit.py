@@ -1,4 +1,4 @@
-"""WeightAudit: does a vLLM model hold what it was sent? Old values are spoiled first, so that none can pass for new."""
+"""WeightAudit: check that a vLLM model holds what it was sent. Old values are overwritten first, so none can pass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megatron_vcpo.data.digests import digest
 from megatron_vcpo.engines.vllm.plan import CopyPlan, PlannedLayer, PlannedParameter
 from megatron_vcpo.engines.vllm.recorder import Write
 
-_PROBED_COLUMNS = 16  # of each packed weight
+_PROBED_COLUMNS = 16  # columns read back of each packed weight
 
 
 class WeightAudit:
-    """One audited update through a CopyPlan: `scramble`, then `note` and `packing` as tensors pass, then `wrong`.
+    """One audited update through a CopyPlan: call `scramble`, then `note` and `packing` as tensors pass, then `wrong`.
 
-    A parameter that the engine keeps is compared in full. Of a packed weight, what was assembled is compared in full,
-    and the packed copy is read through its own product: a row of the unit matrix gives one column, to the bit, and a
-    NaN that was left anywhere in the weight spoils it.
+    A parameter that the engine keeps is compared in full. For a packed weight, the assembled tensor is compared in
+    full, and the packed copy is read by multiplying with it: a row of the unit matrix gives one column, exact to the
+    bit, and a NaN left anywhere in the weight shows up.
     """
 
     def __init__(self, plan: CopyPlan) -> None:
@@ -32,7 +32,8 @@ class WeightAudit:
                 self._writes[layer.name].append((parameter, write, number))
 
     def scramble(self) -> None:
-        """Overwrite with NaN what the plan writes: not the rows that pad a vocabulary, which stay as they are."""
+        """Overwrite with NaN everything that the plan writes; rows that pad a vocabulary are not written and stay
+        unchanged."""
         for layer in self._plan.layers:
             for parameter, write, _ in self._writes[layer.name]:
                 if parameter.kept is not None:
@@ -44,12 +45,12 @@ class WeightAudit:
                 self._plan.pack(layer)
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor has come."""
+        """Remember the digests of a tensor that has arrived."""
         for number, (_, parameter, write) in enumerate(self._plan.routes.get(name, ())):
             self._sent[name, number] = digest(write.source.view(tensor.contiguous()).to(parameter.dtype))
 
     def packing(self, layer: PlannedLayer) -> None:
-        """A layer is complete and about to be packed."""
+        """Compare a complete layer that is about to be packed, and remember some columns of its weight."""
         self._compare(layer, kept=False)
         self._plan.show_unpacked(layer)
         weight = layer.module.weight.data
@@ -57,7 +58,7 @@ class WeightAudit:
         self._columns.append((layer, columns, weight[:, columns].T + 0.0))
 
     def wrong(self) -> list[str]:
-        """Engine parameters that do not hold what was sent."""
+        """Names of engine parameters that do not hold what was sent."""
         for layer in self._plan.layers:
             self._compare(layer, kept=True)
         for layer, columns, expected in self._columns:

@@ -1,7 +1,7 @@
 """vLLM in the trainer's process: each data-parallel rank (or tensor-parallel group of ranks) holds its own engine.
 
-Weights only ever come from `update_weights`; the engine starts with random ones and refuses to generate before the
-first complete update. Log-probs are vLLM's processed ones, those of the distribution a token was really sampled from.
+Weights come only from `update_weights`: the engine starts with random ones and refuses to generate before the first
+complete update. Log-probs are vLLM's processed ones, under the distribution that a token was actually sampled from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_vcpo.sync.receiver import UpdateReport
 _LOGPROB_EPSILON = 1e-4  # rounding may lift the log-prob of a near-certain token this far above 0
 
 _VARIABLES = {
-    # The only switch vLLM has for running its engine core in this process: a child could not be handed tensors.
+    # vLLM's only switch to run its engine core in this process; tensors could not be handed to a child.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -47,7 +47,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMSettings:
-    """What an engine is built from.
+    """Settings of a vLLM engine.
 
     Example:
         >>> VLLMSettings(model_dir="llama", dtype="float32", max_model_len=512, kv_cache_bytes=64 << 20)
@@ -56,14 +56,14 @@ class VLLMSettings:
     model_dir: str  # Hugging Face folder: config.json and tokenizer; its weights are not read
     dtype: Literal["float32", "float16", "bfloat16"]
     max_model_len: int  # prompt + response tokens
-    kv_cache_bytes: int = 1 << 28  # per engine rank; unset, vLLM would take most of the memory
-    max_sequences: int = 256  # decoded at once
-    tensor_parallel_size: int = 1  # ranks of one engine: consecutive ones of the world
-    seed: int = 0  # of the engine; every request brings its own
+    kv_cache_bytes: int = 1 << 28  # per engine rank; without it, vLLM would take most of the memory
+    max_sequences: int = 256  # decoded at the same time
+    tensor_parallel_size: int = 1  # ranks of one engine, consecutive in the world
+    seed: int = 0  # of the engine; every request has its own
     tokenizer_dir: str | None = None  # default: model_dir
     enforce_eager: bool | None = None  # default: on a CPU only; elsewhere CUDA graphs are captured
-    return_routes: bool = False  # responses come with the experts that served each token
-    log_file: str | None = None  # takes what vLLM logs when it fails; default: a temporary file
+    return_routes: bool = False  # responses include the experts chosen for each token
+    log_file: str | None = None  # file for what vLLM logs when it fails; default: a temporary one
 
     def build(self) -> VLLMEngine:
         """See `EngineSettings.build`."""
@@ -74,7 +74,7 @@ class VLLMEngine:
     """`RolloutEngine` on vLLM. Build it on all ranks together, after torch.distributed is initialized."""
 
     def __init__(self, settings: VLLMSettings) -> None:
-        """Start the engine (seconds to minutes; imports vLLM). Raises EngineError when it cannot start."""
+        """Start the engine, which imports vLLM and takes seconds to minutes. Raises EngineError if it cannot start."""
         self.version: int | None = None
         self.float32_weights: frozenset[str] = frozenset()
         self._settings = settings
@@ -89,7 +89,7 @@ class VLLMEngine:
         self._llm: Any = None
         self._routes: VLLMRoutes | None = None
         self._cache_may_hold_nan = False
-        # vLLM creates the default process group where there is none; then it is ours to destroy.
+        # vLLM creates the default process group if there is none; then we must destroy it.
         self._owns_process_group = not torch.distributed.is_initialized()
         try:
             with self._calling(f"vLLM could not start with {settings.model_dir}"):
@@ -100,7 +100,7 @@ class VLLMEngine:
                     self._routes = VLLMRoutes(self._llm, on_cpu=_on_cpu())
         except EngineError:
             if self._llm is None:
-                self._clean_up(_forget_groups)  # left behind, they would be taken for the next engine's
+                self._clean_up(_forget_groups)  # otherwise the next engine would take them for its own
             self.shutdown()
             raise
 
@@ -127,7 +127,7 @@ class VLLMEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, progress: bool
     ) -> list[GenerationResult]:
-        """See `Generator.generate`. Raises EngineError, naming the request, on log-probs no one can train on."""
+        """See `Generator.generate`. Raises EngineError, naming the request, on log-probs that cannot be trained on."""
         llm = self._running()
         if self.version is None:
             raise EngineError(
@@ -144,7 +144,7 @@ class VLLMEngine:
                 stop=list(sampling.stop) or None,
                 stop_token_ids=list(sampling.stop_token_ids),
                 include_stop_str_in_output=True,
-                # Else vLLM drops special tokens before it looks for stop strings, and puts spaces between them.
+                # Otherwise vLLM drops special tokens before it looks for stop strings, and puts spaces between them.
                 skip_special_tokens=False,
                 spaces_between_special_tokens=False,
                 seed=request.seed,
@@ -166,7 +166,7 @@ class VLLMEngine:
             ]
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Float32Array]:
-        """See `Generator.score`. The prefix cache is not read: it holds no log-probs."""
+        """See `Generator.score`. It does not read the prefix cache, which holds no log-probs."""
         llm = self._running()
         if self.version is None:
             raise EngineError("The engine has no complete set of weights to score with; call update_weights() first.")
@@ -179,8 +179,8 @@ class VLLMEngine:
                     f"Sequence {i} cannot be scored: its prompt length {start} must be at least 1 and its length "
                     f"{len(ids)} at most the engine's {self._settings.max_model_len}."
                 )
-            # The last token is asked for as the one generated after the others: a sequence as long as the engine's
-            # bound leaves no room to generate after it.
+            # The last token is scored as the one generated after the others: a sequence of the engine's maximum length
+            # leaves no room to generate another token.
             prompts.append({"prompt_token_ids": list(ids[:-1])})
             params.append(
                 _sampling_params(
@@ -210,7 +210,7 @@ class VLLMEngine:
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _clean_up(self, release: Callable[[], None]) -> None:
-        """Run what ends with destroying process groups: the trainer's own stay."""
+        """Run a function that may destroy process groups, but keep the trainer's own groups."""
         owns = self._owns_process_group
         with self._turn, contextlib.nullcontext() if owns else vllm_shutdown_process_group.trainer_groups_kept():
             release()
@@ -231,8 +231,9 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _guarding_cache(self) -> Iterator[None]:
-        """Log-probs that are not finite mean NaN in the key-value cache, and a kernel that masks an unused slot by
-        multiplying with 0 spreads it to later requests, whatever the weights: the cache is zeroed at the next update.
+        """Have the next update zero the key-value cache after an error. Log-probs that are not finite mean NaN in the
+        cache, and a kernel that masks unused slots by multiplying with 0 spreads it to later requests, whatever the
+        weights.
         """
         try:
             yield
@@ -242,7 +243,7 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _calling(self, what: str) -> Iterator[None]:
-        """The engine's turn; turns whatever vLLM raises into EngineError with the cause in the sentence."""
+        """Run the engine's turn, and turn whatever vLLM raises into an EngineError that names the cause."""
         with self._turn, self._log.collecting():
             try:
                 yield
@@ -253,7 +254,7 @@ class VLLMEngine:
 
 
 def _progress_bar(*args: Any, **kwargs: Any) -> tqdm:
-    """vLLM draws two bars; the one for tokenizing is finished at once, since prompts come as tokens."""
+    """vLLM's progress bar; its second one, for tokenizing, is hidden, since prompts come as tokens."""
     if kwargs.get("desc") != "Processed prompts":
         kwargs["disable"] = True
     return tqdm(*args, **kwargs | {"desc": "Generating", "leave": False})
@@ -292,7 +293,8 @@ def _build(settings: VLLMSettings) -> Any:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_sequences,
         tensor_parallel_size=settings.tensor_parallel_size,
-        # Takes rank and device from the launcher; the default executor would put every rank's engine on device 0.
+        # This executor takes rank and device from the launcher; the default one would put every rank's engine on device
+        # 0.
         distributed_executor_backend="external_launcher" if world > 1 else None,
         load_format="dummy",
         kv_cache_memory_bytes=settings.kv_cache_bytes,
@@ -300,7 +302,7 @@ def _build(settings: VLLMSettings) -> Any:
         enable_prefix_caching=True,
         enforce_eager=eager,
         seed=settings.seed,
-        # For latent attention vLLM prefers a kernel for AMX, which knows bfloat16 only; other models do not read this.
+        # For latent attention vLLM prefers a kernel for AMX, which supports only bfloat16; other models ignore this.
         attention_backend="CPU_MLA" if _on_cpu() else None,
         **(engine_flags(_on_cpu()) if settings.return_routes else {}),
     )
@@ -324,7 +326,7 @@ def _on_cpu() -> bool:
 def _sampling_params(**fields: Any) -> Any:
     from vllm import SamplingParams
 
-    # logprobs=0 is the sampled token's own; flat lists spare one object per token.
+    # logprobs=0 returns only the sampled token's; flat lists save one object per token.
     return SamplingParams(logprobs=fields.pop("logprobs", 0), flat_logprobs=True, **fields)
 
 
@@ -351,7 +353,7 @@ def _result(number: int, output: Any, version: int, routes: RouteArray | None = 
     return GenerationResult(
         response_ids=ids,
         logprobs=_checked(f"request {number}", completion.logprobs.logprobs),
-        versions=np.full(len(ids), version, np.int32),  # weights only change between two calls
+        versions=np.full(len(ids), version, np.int32),  # weights change only between calls
         text=completion.text,
         truncated=completion.finish_reason == "length",
         routed_experts=routes,

@@ -1,9 +1,9 @@
-"""CopyPlan: where each checkpoint tensor's elements belong in a running vLLM model, so that they are copied there.
+"""CopyPlan: where in a running vLLM model to copy the elements of each checkpoint tensor.
 
-vLLM's own reload builds every layer anew for each set of weights. What it did at the first set was recorded
-(vllm_recorder.py); a layer whose parameters hold exactly the bits that were sent is from then on written in place. On a
-CPU, linear layers keep only a packed copy, out of reach: theirs are assembled and packed by vLLM's own function. Every
-other layer (experts, quantized ones) goes on through vLLM's loader; `reloaded` names their tensors.
+vLLM's own reload rebuilds every layer for each set of weights. The first reload is recorded (recorder.py); a layer
+whose parameters then hold exactly the bits that were sent is written in place from then on. On a CPU, linear layers
+keep only a packed copy that cannot be accessed, so their weights are assembled and packed by vLLM's own function. All
+other layers (experts, quantized layers) still use vLLM's loader; `reloaded` names their tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PlannedParameter:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kept: torch.Tensor | None  # the engine's own storage; None where it keeps a packed copy only
-    staging: torch.Tensor | None = None  # what has come of a packed one
+    kept: torch.Tensor | None  # the engine's own storage; None if it keeps only a packed copy
+    staging: torch.Tensor | None = None  # what has arrived of a packed parameter
 
 
 @dataclass(slots=True)
@@ -36,20 +36,20 @@ class PlannedLayer:
 
     name: str
     module: torch.nn.Module
-    packs: bool  # multiplies with a packed copy, to be made anew once its last element has come
+    packs: bool  # multiplies with a packed copy, which is remade once all elements have arrived
     parameters: list[PlannedParameter] = field(default_factory=list)
     writes: int = 0
-    waiting: int = 0  # writes still to come in this update
+    waiting: int = 0  # writes still missing in this update
 
 
 class CopyPlan:
-    """Made from one recorded load of tensors of `shapes`; `reason` says why nothing can be copied, where that is so."""
+    """Made from one recorded load of tensors with these `shapes`; `reason` says why nothing can be copied, if so."""
 
     def __init__(
         self, model: torch.nn.Module, written: Iterable[Written], shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         self.reason: str | None = None
-        self.reloaded: list[str] = []  # tensors for vLLM's loader
+        self.reloaded: list[str] = []  # tensors that need vLLM's loader
         self.reloaded_layers: list[torch.nn.Module] = []
         self.layers: list[PlannedLayer] = []
         self.routes: dict[str, list[tuple[PlannedLayer, PlannedParameter, Write]]] = defaultdict(list)
@@ -92,7 +92,7 @@ class CopyPlan:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the engine has given a parameter another storage since the plan was made."""
+        """Whether the engine has moved a parameter to another storage since the plan was made."""
         for layer in self.layers:
             for parameter in layer.parameters:
                 now = layer.module._parameters[parameter.name]
@@ -103,14 +103,15 @@ class CopyPlan:
     # -- one update --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start an update; one that was broken off is forgotten."""
+        """Start an update, forgetting one that was aborted."""
         for layer in self.layers:
             layer.waiting = layer.writes
             for parameter in layer.parameters:
                 parameter.staging = None
 
     def write(self, name: str, tensor: torch.Tensor) -> PlannedLayer | None:
-        """Copy a tensor to its places. Returns the layer that it completed, which is to be `pack`ed at once, if any."""
+        """Copy a tensor to its places. If that completes a layer that packs, returns it; call `pack` with it at
+        once."""
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"its shape is {tuple(tensor.shape)}, that of the first set {self._shapes[name]}")
         complete = None
@@ -121,7 +122,7 @@ class CopyPlan:
             if parameter.kept is not None:
                 write.target.view(parameter.kept).copy_(source)
             elif layer.waiting == 0 and _is_whole(source, parameter):
-                parameter.staging = source  # packed before the producer may reuse its memory
+                parameter.staging = source  # gets packed before the producer may reuse its memory
             else:
                 write.target.view(self._staging(parameter)).copy_(source)
             if layer.waiting == 0 and layer.packs:
@@ -129,26 +130,26 @@ class CopyPlan:
         return complete
 
     def pack(self, layer: PlannedLayer) -> None:
-        """Hand a complete layer's weight to vLLM's packing, which multiplications use from then on."""
+        """Pack a complete layer's weight with vLLM's function; multiplications use it from then on."""
         self.show_unpacked(layer)
         layer.module.quant_method.process_weights_after_loading(layer.module)
         for parameter in layer.parameters:
             if parameter.kept is None:
-                assert layer.module._parameters[parameter.name].numel() == 0  # else it would use ours
+                assert layer.module._parameters[parameter.name].numel() == 0  # otherwise vLLM would use our memory
                 parameter.staging = None
 
     def show_unpacked(self, layer: PlannedLayer) -> None:
-        """Put what was assembled where vLLM's packing, or an audit, finds it."""
+        """Put the assembled weight where vLLM's packing, or an audit, finds it."""
         for parameter in layer.parameters:
             if parameter.kept is None:
                 setattr(layer.module, parameter.name, torch.nn.Parameter(parameter.staging, requires_grad=False))
 
     def unwritten(self) -> list[str]:
-        """Layers that did not get all of their elements."""
+        """Names of layers that did not get all of their elements."""
         return [f"{layer.name}.*" for layer in self.layers if layer.waiting]
 
     def _staging(self, parameter: PlannedParameter) -> torch.Tensor:
-        """Memory to assemble a weight in; one buffer of each shape is kept, since fresh memory costs page faults."""
+        """Memory to assemble a weight in. One buffer of each shape is kept, because fresh memory costs page faults."""
         if parameter.staging is None:
             buffers = self._spare[parameter.shape, parameter.dtype]
             busy = {p.staging.data_ptr() for layer in self.layers for p in layer.parameters if p.staging is not None}
@@ -165,7 +166,7 @@ def _is_whole(source: torch.Tensor, parameter: PlannedParameter) -> bool:
 
 
 def _can_copy(module: torch.nn.Module, parameters: list[Written]) -> bool:
-    """Whether copying into the layer's parameters, and packing, is all that vLLM's loader did."""
+    """Whether vLLM's loader did nothing but copy into the layer's parameters and pack."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -198,7 +199,7 @@ def _packs(module: torch.nn.Module) -> bool:
 
 
 def _with_shared_tensors(slow: set[str], by_module: dict[str, list[Written]]) -> set[str]:
-    """With every layer that takes a part of a tensor which a slow layer needs: a tensor goes one way only."""
+    """`slow` extended by every layer that shares a tensor with one of them, since a tensor must go one way only."""
     while True:
         names = {w.name for layer in slow for p in by_module[layer] for w in p.writes.values()}
         wider = slow | {n for n, ps in by_module.items() if any(w.name in names for p in ps for w in p.writes.values())}

@@ -1,8 +1,8 @@
-"""CopyRecorder: watches vLLM load one set of weights and notes where each tensor's elements end up.
+"""CopyRecorder: watches vLLM load one set of weights and records where each tensor's elements end up.
 
-vLLM's loader copies a checkpoint's tensor, or a part of it (a tensor-parallel rank's), into a part of a fresh parameter
-(the k rows of a fused qkv), and that parameter into the storage its kernels know. The recorder sees both copies. What
-it notes is a claim, to be checked against the bits (`Write.digest`) before anyone relies on it.
+vLLM's loader copies a checkpoint's tensor, or a tensor-parallel rank's part of it, into a part of a fresh parameter
+(the k rows of a fused qkv), and that parameter into the storage that its kernels use. The recorder sees both copies.
+Its record must be checked against the bits (`Write.digest`) before anyone relies on it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Region:
         return Region(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
-        """The region counted from where `base` begins in its storage."""
+        """The same region of `base`'s storage, relative to where `base` begins."""
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         count = 1
         for size in self.size:
             count *= size
@@ -45,39 +45,39 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A part of a checkpoint's tensor that goes into a part of an engine parameter."""
+    """A copy of a part of a checkpoint's tensor into a part of an engine parameter."""
 
-    name: str  # the checkpoint's
-    source: Region  # of the contiguous tensor
-    target: Region  # of the parameter
-    digest: int  # of what was written, in the parameter's type
+    name: str  # of the checkpoint's tensor
+    source: Region  # in the contiguous tensor
+    target: Region  # in the parameter
+    digest: int  # of the values written, in the parameter's dtype
 
 
 @dataclass(slots=True)
 class Written:
-    """An engine parameter as the loader filled it."""
+    """How the loader filled an engine parameter."""
 
     module: str  # its module's name in the model
     parameter: str  # its name in the module
-    shape: tuple[int, ...]  # as loaded: a kernel may keep another form afterwards
+    shape: tuple[int, ...]  # when loaded; a kernel may change it afterwards
     dtype: torch.dtype
     writes: dict[tuple[str, Region, Region], Write]
-    landed: bool = False  # copied as it is into the storage that the kernels read
+    landed: bool = False  # copied unchanged into the storage that the kernels read
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Use it around the load; `expect` each tensor that is handed to the loader (with a storage of its own)."""
+    """A context for the load. Call `expect` for each tensor handed to the loader, each with its own storage."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of the tensors that came
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the tensors that arrived
         self.written: list[Written] = []
         self._modules = list(model.named_modules())
         self._sources: dict[int, str] = {}
         self._targets: dict[int, Written] = {}
 
     def expect(self, name: str, tensor: torch.Tensor) -> None:
-        """Tensor `name` of the checkpoint is about to be handed over."""
+        """Announce that the checkpoint's tensor `name` is about to be handed over."""
         self.shapes[name] = tuple(tensor.shape)
         self._remember(self._sources, tensor, name)
 
@@ -99,7 +99,7 @@ class CopyRecorder(TorchDispatchMode):
             known.landed = target.dtype == source.dtype
 
     def _new_target(self, target: torch.Tensor) -> Written | None:
-        """The parameter that `target` is a part of; None where it is none of the model's."""
+        """The model's parameter that `target` is a part of; None if it belongs to none."""
         for module_name, module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is None or parameter.is_meta or _address(parameter) != _address(target):
@@ -112,7 +112,7 @@ class CopyRecorder(TorchDispatchMode):
 
     @staticmethod
     def _remember(table: dict[int, Any], tensor: torch.Tensor, value: Any) -> None:
-        """Under the storage's address, for as long as the storage lives: another may come to the same address."""
+        """Store `value` under the storage's address while the storage lives: another may get the address later."""
         storage = tensor.untyped_storage()
         table[storage.data_ptr()] = value
         weakref.finalize(storage, table.pop, storage.data_ptr(), None)

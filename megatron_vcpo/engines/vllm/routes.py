@@ -1,7 +1,7 @@
 """VLLMRoutes: which experts vLLM chose for each token of its responses.
 
-On a GPU through vLLM's own flag, on a CPU through the hooks of its routers. Whether routes really come is tried with
-one request when the engine starts: a flag that is accepted and does nothing would leave the mismatch as it was.
+On a GPU they come from vLLM's own flag, on a CPU from hooks of its routers. One request at the engine's start checks
+that routes really come: with a flag that is accepted but does nothing, the mismatch would stay.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _PROBE_PROMPT, _PROBE_TOKENS = [0, 1, 2], 2
 
 
 def engine_flags(on_cpu: bool) -> dict[str, Any]:
-    """Arguments of vLLM's LLM that make it return routes."""
+    """Arguments for vLLM's LLM to make it return routes."""
     return {} if on_cpu else {"enable_return_routed_experts": True}
 
 
 class VLLMRoutes:
-    """Reads the routes of one engine's responses; an engine without them is refused at the start."""
+    """Reads the routes of one engine's responses; refuses an engine that returns none, at its start."""
 
     def __init__(self, llm: Any, *, on_cpu: bool) -> None:
-        """Args: llm: vLLM's LLM, built with `engine_flags`. Raises EngineError when it gives no sound routes."""
+        """Args: llm: vLLM's LLM, built with `engine_flags`. Raises EngineError if it returns no valid routes."""
         self._layers: list[int] = llm.collective_rpc(_expert_layers)[0]
         if not self._layers:
             raise EngineError("--rollout-router-replay rollout: the engine's model has no experts; drop the flag.")
@@ -37,13 +37,13 @@ class VLLMRoutes:
         self._probe(llm)
 
     def begin(self) -> None:
-        """Call before requests whose routes are wanted."""
+        """Call before requests whose routes will be read."""
         if self._capture is not None:
             self._capture.clear()
 
     def take(self, outputs: Sequence[Any]) -> list[RouteArray]:
         """Routes [P + L, layers with experts, k] of finished requests, the last token's row (and others that vLLM did
-        not keep) marked as missing. Raises EngineError, naming the request, on none or impossible ones."""
+        not keep) marked as missing. Raises EngineError, naming the request, if they are missing or impossible."""
         try:
             return [self._one(number, output) for number, output in enumerate(outputs)]
         finally:
@@ -69,7 +69,7 @@ class VLLMRoutes:
             raise EngineError(f"vLLM's routes of request {number} cannot be right: {error}.") from error
 
     def _probe(self, llm: Any) -> None:
-        """One request: every token that went through the model must have come back with its experts."""
+        """Check with one request that every token that went through the model comes back with its experts."""
         from vllm import SamplingParams
 
         prompt = [{"prompt_token_ids": _PROBE_PROMPT}]

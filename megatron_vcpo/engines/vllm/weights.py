@@ -1,10 +1,10 @@
 """New weights for a running in-process vLLM engine.
 
-The first set goes through the one update path of vLLM that is right: `worker.reload_weights(weights_iterator=...)` puts
-each layer back into checkpoint layout, loads, processes it as at the first load and copies the result into the storage
-the kernels (and CUDA graphs) know. (`model.load_weights` alone is silently wrong on layers whose layout changes after
-loading.) Where every element went is recorded, checked against the bits, and later sets are copied there directly
-(vllm_plan.py); what cannot be copied keeps going through vLLM's reload, layer by layer.
+The first set goes through vLLM's only correct update path: `worker.reload_weights(weights_iterator=...)` puts each
+layer back into checkpoint layout, loads it, processes it as at the first load and copies the result into the storage
+that the kernels (and CUDA graphs) use. (`model.load_weights` alone is silently wrong for layers whose layout changes
+after loading.) We record where every element went and check that against the bits; later sets are copied there directly
+(plan.py). Layers that cannot be copied still go through vLLM's reload, one by one.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class WeightLoader:
-    """Loads complete sets of weights into the model of one engine, and keeps the books on them.
+    """Loads complete sets of weights into the model of one engine, and checks that they are complete.
 
-    The first set proves that every parameter is written: the old values are overwritten with NaN beforehand, vLLM's
-    count of loaded elements is read when the last tensor has been taken, and no NaN may be left. Later sets must hold
-    the same names.
+    The first set proves that every parameter gets written: old values are overwritten with NaN beforehand, of which
+    none may be left, and vLLM's count of loaded elements is read after the last tensor. Later sets must have the same
+    names.
     """
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._names: frozenset[str] | None = None  # of the first complete set
+        self._names: frozenset[str] | None = None  # names of the first complete set
         self._plan: CopyPlan | None = None
-        self._proven = False  # whether an update by the plan was compared with what was sent
+        self._proven = False  # an update by the plan has been compared with what was sent
 
     def float32_names(self) -> frozenset[str]:
-        """Parameters of the model that are float32, by vLLM's names; a router's are those of the checkpoint."""
+        """Names of the model's float32 parameters, in vLLM's spelling; for routers that is the checkpoint's."""
         model = self._on_model(_itself)
         return frozenset(name for name, value in model.named_parameters() if value.dtype == torch.float32)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]], *, verify: bool = False) -> UpdateReport:
         """Replace all weights. Raises EngineError naming the tensor; the engine can take another set afterwards.
 
-        With `verify` the old values are spoiled before, and what the engine holds is compared with what came; that is
-        always done at the first set that is copied.
+        With `verify`, old values are overwritten first, and what the engine then holds is compared with what arrived.
+        The first set that is copied is always verified.
         """
         if self._plan is not None and self._plan.is_stale:
             self._plan, self._proven = None, False
@@ -85,7 +85,7 @@ class WeightLoader:
         )
 
     def _load_by_vllm(self, feed: _Feed, recorder: CopyRecorder | None, incomplete: list[str], *, spoil: bool) -> None:
-        """Through vLLM's own reload of the whole model."""
+        """Load through vLLM's own reload of the whole model."""
         if spoil:
             self._on_model(_fill_with_nan)
         self._on_model(_before_reload)
@@ -100,7 +100,7 @@ class WeightLoader:
         self._on_model(_after_reload)
 
     def _load_by_plan(self, plan: CopyPlan, feed: _Feed, audit: WeightAudit | None, incomplete: list[str]) -> None:
-        """Straight to where the first set went; layers that were not recorded as copies are reloaded by vLLM."""
+        """Copy directly to where the first set went; vLLM reloads the layers that the plan cannot copy."""
         self._on_model(_before_reload)
         if audit is not None:
             for layer in plan.reloaded_layers:
@@ -130,7 +130,7 @@ class WeightLoader:
         if feed.producer_failed:
             reason = "the trainer could not produce the next one"
         else:
-            feed.drain()  # other ranks may be in the producer's collectives: leave none unmatched
+            feed.drain()  # other ranks may be waiting in the producer's collectives
             reason = "vLLM could not load it"
         where = feed.last or "(none yet)"
         return EngineError(f"A weight update failed at tensor {where}: {reason}: {type(error).__name__}: {error}")
@@ -160,14 +160,14 @@ class WeightLoader:
 
 
 class _Feed:
-    """The producer's tensors, one by one, with a note of how far they got."""
+    """The producer's tensors, one by one; remembers how far they got."""
 
     def __init__(
         self, weights: Iterator[tuple[str, torch.Tensor]], *, refuse_nan: bool, digests: dict[str, int] | None
     ) -> None:
         self._weights = weights
         self._refuse_nan = refuse_nan
-        self.digests = digests  # filled where it is not None
+        self.digests = digests  # filled unless None
         self.names: set[str] = set()
         self.last: str | None = None
         self.exhausted = False
@@ -197,14 +197,14 @@ class _Feed:
             raise
 
     def drain(self) -> None:
-        """Ask the producer for the rest and let it go."""
+        """Take the rest from the producer and discard it."""
         for _ in self._weights:
             pass
 
 
 def _own(tensor: torch.Tensor, name: str, recorder: CopyRecorder | None) -> torch.Tensor:
-    """A copy for vLLM, which keeps a fused layer's parts (q, k, v) until the last has come; the producer may reuse a
-    tensor's memory as soon as the next one is asked for."""
+    """A copy for vLLM, which keeps a fused layer's parts (q, k, v) until the last has arrived, while the producer may
+    reuse a tensor's memory as soon as the next one is asked for."""
     copy = tensor.clone(memory_format=torch.contiguous_format)
     if recorder is not None:
         recorder.expect(name, copy)
@@ -224,7 +224,7 @@ def _itself(model: torch.nn.Module, config: Any) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _uninitialized_memory_is_nan(enabled: bool) -> Iterator[None]:
-    """vLLM loads into fresh memory; where it is NaN, an element that was never written is seen."""
+    """vLLM loads into fresh memory; if that is filled with NaN, elements that were never written show."""
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -249,10 +249,10 @@ def _parameters_with_nan(model: torch.nn.Module, config: Any) -> list[str]:
 
 
 def _not_loaded(model: torch.nn.Module, config: Any) -> list[str]:
-    """Parameters still waiting for elements once all tensors have been taken, by vLLM's own count.
+    """Parameters that still lack elements, by vLLM's own count, after all tensors have been taken.
 
-    Needed beside the search for NaN: CPU kernels keep linear weights packed out of sight, and a layer that got nothing
-    silently goes on with its old ones.
+    The search for NaN is not enough: CPU kernels keep linear weights in packed form, where NaN is not found, and a
+    layer that got nothing silently keeps its old weights.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -262,17 +262,17 @@ def _not_loaded(model: torch.nn.Module, config: Any) -> list[str]:
     loaded: set[int] = set()
     for name, layer in model.named_modules():
         if is_deferred_attention_layer(layer):
-            continue  # latent attention's own parameters are products of others, made when those have come
+            continue  # latent attention's own parameters are products of others, computed once those have arrived
         info = get_layerwise_info(layer)
         kernel = info.kernel_tensors[0] if info.kernel_tensors else {}
         storages = {parameter.data_ptr() for parameter in kernel.values()}
-        # The rows that pad the vocabulary are written by the loader but not counted.
+        # The loader writes the rows that pad the vocabulary but does not count them.
         padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
         if not kernel or not info.can_load() or padded:
             loaded |= {p.data_ptr() for p in layer.parameters(recurse=False) if not p.is_meta} | storages
         elif info.load_numel < info.load_numel_total:
             waiting.append((name, storages))
-    # An output layer tied to the embedding gets no tensor of its own.
+    # An output layer tied to the embedding receives no tensor of its own.
     return [f"{name}.*" for name, storages in waiting if not storages <= loaded - {0}]
 
 
@@ -291,7 +291,7 @@ def _reload_layers(
     layers: list[torch.nn.Module],
     weights: Iterator[tuple[str, torch.Tensor]],
 ) -> None:
-    """What `reload_weights` does, for some layers; `weights` copies everything else on the way."""
+    """Do what `reload_weights` does, but only for some layers; the iterator `weights` copies everything else itself."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -304,13 +304,13 @@ def _reload_layers(
     for layer in layers:
         finalize_layerwise_reload(layer, config)
     for layer in model.modules():
-        # latent attention keeps products of its projections; nothing to do for the others
+        # latent attention keeps products of its projections; other layers need nothing
         if is_deferred_attention_layer(layer) and layer not in layers:
             layer.process_weights_after_loading(config.dtype)
 
 
 def _abandon_reload(model: torch.nn.Module, config: Any) -> None:
-    """Undo a half-done reload: without this the next one would count the parts that came in this one."""
+    """Undo an incomplete reload; otherwise the next one would count the parts that arrived in this one."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 
     for layer in model.modules():
