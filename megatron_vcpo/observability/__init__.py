@@ -1,1 +1,1 @@
-"""What a run shows: metrics.jsonl and its line, samples.jsonl, TensorBoard and wandb, the picture."""
+"""What a run records: metrics.jsonl, a line per iteration, samples.jsonl, TensorBoard and wandb, the picture."""

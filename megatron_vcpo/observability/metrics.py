@@ -1,7 +1,7 @@
-"""What an iteration measured: one JSON object a line in metrics.jsonl, and one line for a person.
+"""The metrics of an iteration: one JSON object in metrics.jsonl, and one line to read.
 
-MetricsLog      appends to metrics.jsonl; moves away what an earlier run wrote past the checkpoint
-read_metrics    reads it back
+MetricsLog      appends to metrics.jsonl; moves away what an earlier run wrote beyond the checkpoint
+read_metrics    reads the file
 iteration_line  the line printed once per iteration
 
 Metrics are flat mappings from slash-separated names to numbers, with `iteration` (1-based) in each. Times are seconds,
@@ -26,18 +26,17 @@ _PHASES = ("generate", "reward", "sync", "train")
 
 
 class MetricsFileError(ValueError):
-    """A metrics file that cannot be read as one; the message is one sentence that names the file and the line."""
+    """A metrics file that cannot be read; the message is one sentence that names the file and the line."""
 
 
 class MetricsLog:
-    """The metrics of one run, appended to `run_dir/metrics.jsonl`. To be made by one rank only.
+    """The metrics of one run, appended to `run_dir/metrics.jsonl`. Create it on one rank only.
 
     Args:
-        run_dir: folder of the run; made when missing.
-        resume_iteration: last iteration of the checkpoint that the run goes on from. Lines past it were written by a
-            run that went further, and are moved to metrics.cut.1.jsonl (or the next free number), so that no step is in
-            the curve twice. With 0 the run is a new one: a file that is there already is kept under another name
-            (metrics.1.jsonl, ...).
+        run_dir: folder of the run; created if missing.
+        resume_iteration: iteration of the checkpoint from which the run continues. Lines of later iterations, from a
+            run that got further, are moved to metrics.cut.1.jsonl (or the next free number), so that no step is in the
+            curve twice. 0 means a new run: an existing file is kept under another name (metrics.1.jsonl, ...).
     """
 
     def __init__(self, run_dir: Path, *, resume_iteration: int = 0) -> None:
@@ -55,7 +54,7 @@ class MetricsLog:
 
         Raises:
             ValueError: `iteration` is missing.
-            OSError: the disk is full, say; names the file.
+            OSError: for example, the disk is full; names the file.
         """
         if "iteration" not in metrics:
             raise ValueError("Metrics need the key 'iteration'.")
@@ -70,7 +69,7 @@ class MetricsLog:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.close()  # or Python tries to write the rest once more when it ends, with a trace
+                self._file.close()  # otherwise Python tries to write the rest again at exit, and prints a traceback
             sentence = f"the metrics of iteration {numbers['iteration']} could not be written: {error.strerror}"
             raise OSError(error.errno, sentence, str(self.path)) from error
 
@@ -89,7 +88,7 @@ class MetricsLog:
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The metrics of a run in the order of the file, with NaN where a value was not finite.
 
-    A last line without its newline and not readable is what a killed run leaves behind, and is left out.
+    An incomplete last line, which a killed run leaves behind, is left out.
 
     Raises:
         MetricsFileError: no such file, or a line that is not a metrics record.
@@ -101,7 +100,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def iteration_line(metrics: Mapping[str, float]) -> str:
-    """One line of fixed columns for a person; what was not measured shows as '-', counters only when not zero."""
+    """One readable line in fixed columns; '-' for what was not measured, and counters only if not zero."""
 
     def cell(key: str, layout: str) -> str:
         width = int(layout.split(".")[0])
@@ -136,7 +135,7 @@ def _plain_number(value: float) -> int | float:
 
 
 def _records(path: Path) -> list[tuple[dict[str, float], bytes]]:
-    """Each record with the line it came from."""
+    """Each record with the line that it was read from."""
     lines = path.read_bytes().splitlines(keepends=True)
     found: list[tuple[dict[str, float], bytes]] = []
     for number, line in enumerate(lines, start=1):
@@ -162,12 +161,12 @@ def _parse(line: bytes) -> dict[str, float] | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a float, or an integer that one can hold exactly."""
+    """Whether a value is a float, or an integer that a float can hold exactly."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
 
 
 def _keep_until(path: Path, iteration: int) -> None:
-    """Move the lines past `iteration`, and a torn last line, to another file."""
+    """Move the lines after `iteration`, and an incomplete last line, to another file."""
     records, content = _records(path), path.read_bytes()
     torn = content[sum(len(line) for _, line in records) :]
     kept = [line.rstrip(b"\n") + b"\n" for record, line in records if record["iteration"] <= iteration]

@@ -24,10 +24,10 @@ PICTURE_FILE = "curves.png"
 # Okabe and Ito's palette, which stays distinct for colour-blind readers.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _GREY = "#8A8A8A"
-_MARKERS_UP_TO = 40  # points of a curve; more of them run into one another
-_SMOOTH_FROM = 24  # points of a curve; shorter ones are readable as they are
-_LARGEST = 1e100  # far beyond it the arithmetic of axes overflows: a gap, as for infinity
-_LOG_SPAN = 30.0  # largest over smallest value from which a linear axis hides the smaller ones
+_MARKERS_UP_TO = 40  # curves with more points are drawn without markers
+_SMOOTH_FROM = 24  # curves with fewer points are drawn without smoothing
+_LARGEST = 1e100  # far larger values overflow in the axes' arithmetic; drawn as gaps, like infinity
+_LOG_SPAN = 30.0  # largest over smallest value above which the axis is logarithmic
 
 
 @dataclass
@@ -53,7 +53,7 @@ def plot_run(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def plot_runs(run_dirs: Mapping[str, Path], out: Path) -> Path:
-    """Draw several runs, label to folder, over one another into the PNG file `out`, and return `out`."""
+    """Draw several runs (label -> folder) in the same panels into the PNG file `out`, and return `out`."""
     figure = build_figure([load_run(label, run_dir, index) for index, (label, run_dir) in enumerate(run_dirs.items())])
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png", dpi=130)
@@ -61,7 +61,7 @@ def plot_runs(run_dirs: Mapping[str, Path], out: Path) -> Path:
 
 
 def load_run(label: str, run_dir: Path, index: int = 0) -> Run:
-    """Read one run; `index` chooses its colour. Of an iteration that occurs twice the last record counts."""
+    """Read one run; `index` chooses its colour. If an iteration occurs twice, its last record counts."""
     records = {int(record["iteration"]): record for record in read_metrics(run_dir)}
     if not records:
         raise MetricsFileError(f"{run_dir / METRICS_FILE} is empty; there is no iteration to draw yet.")
@@ -77,7 +77,7 @@ def load_run(label: str, run_dir: Path, index: int = 0) -> Run:
 
 
 def build_figure(runs: Sequence[Run]) -> Figure:
-    """Six panels over the iteration; with more than one run, a legend of the runs on top."""
+    """Six panels over the iterations; with several runs, a legend of them on top."""
     figure = Figure(figsize=(13.5, 7.2), layout="constrained")
     panels: list[Callable[[Axes, Sequence[Run]], None]] = [
         _draw_reward,
@@ -114,7 +114,7 @@ def _title(axes: Axes, title: str, unit: str) -> None:
 
 
 def _curve(axes: Axes, run: Run, key: str, *, color: str, label: str | None = None, light: bool = False) -> bool:
-    """Draw one series with gaps where it is NaN; False when it has no point at all."""
+    """Draw one series, with gaps where it is NaN; False if it has no point at all."""
     values = run.get(key)
     if not np.isfinite(values).any():
         return False
@@ -127,13 +127,13 @@ def _curve(axes: Axes, run: Run, key: str, *, color: str, label: str | None = No
 
 
 def _isolated(values: np.ndarray) -> np.ndarray:
-    """Points between two gaps, which a line does not show. [I] -> bool [I]"""
+    """Points with gaps on both sides, which a line does not show. [I] -> bool [I]"""
     finite = np.concatenate([[False], np.isfinite(values), [False]])
     return finite[1:-1] & ~finite[:-2] & ~finite[2:]
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred running mean over about a twelfth of the run, of the finite values in the window. [I] -> [I]"""
+    """Centred running mean of the finite values in a window of about a twelfth of the run. [I] -> [I]"""
     half = max(len(values) // 24, 1)
     windows = [values[max(at - half, 0) : at + half + 1] for at in range(len(values))]
     means = [np.mean(window[np.isfinite(window)]) if np.isfinite(window).any() else math.nan for window in windows]
@@ -156,7 +156,7 @@ def _choose_scale(axes: Axes, runs: Sequence[Run], key: str) -> None:
 
 
 def _legend(axes: Axes, runs: Sequence[Run]) -> None:
-    """On the line of the title, where it cannot cover a curve; grey when the colours stand for runs."""
+    """A legend on the title's line, where it covers no curve; grey if colours stand for runs."""
     if not axes.get_legend_handles_labels()[0]:
         return
     legend = axes.legend(loc="lower right", bbox_to_anchor=(1.01, 0.99), ncols=3, frameon=False, fontsize=8)
@@ -197,7 +197,7 @@ def _draw_rho(axes: Axes, runs: Sequence[Run]) -> None:
         if measured.any():
             color = _GREY if len(runs) == 1 else run.color
             (line,) = axes.plot(run.iterations, reference, "--", color=color, linewidth=1.2)
-            if np.ptp(reference[measured]) == 0:  # across the panel: of a single iteration there is no line
+            if np.ptp(reference[measured]) == 0:  # across the panel, because a single iteration would give no line
                 line.remove()
                 line = axes.axhline(reference[measured][0], linestyle="--", color=color, linewidth=1.2)
             line.set_label("reference" if number == 0 else "_")
@@ -246,7 +246,7 @@ def _draw_grad_norm(axes: Axes, runs: Sequence[Run]) -> None:
         skipped = run.iterations[np.nan_to_num(run.get("skipped")) > 0]
         if len(skipped):
             color = "#C00000" if len(runs) == 1 else run.color
-            # x in iterations, y in shares of the panel: at the bottom, whatever the scale is
+            # x in iterations, y as a share of the panel: at the bottom, whatever the scale
             (line,) = axes.plot(
                 skipped, np.full(len(skipped), 0.03), "x", color=color, transform=axes.get_xaxis_transform()
             )

@@ -14,13 +14,13 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class SamplesLog:
-    """Appends trajectories to `run_dir/samples.jsonl`. To be made by one rank only.
+    """Appends trajectories to `run_dir/samples.jsonl`. Create it on one rank only.
 
     Args:
         run_dir: folder of the run.
-        next_group: number of the next prompt to be drawn. What the file holds from it on was written by a run that went
-            further, and is moved to samples.cut.1.jsonl (or the next free number). With 0 the run is a new one: a file
-            that is there already is kept under another name (samples.1.jsonl, ...), as that of the metrics is.
+        next_group: number of the next prompt to draw. Records from this number on, from a run that got further, are
+            moved to samples.cut.1.jsonl (or the next free number). 0 means a new run: an existing file is kept under
+            another name (samples.1.jsonl, ...), like the metrics file.
         decode_prompt, decode_response: token ids to text; a response as the environment judges it.
     """
 
@@ -45,11 +45,11 @@ class SamplesLog:
         """Write trajectories that the policy of `version` sampled.
 
         Raises:
-            OSError: the disk is full, say; names the file.
+            OSError: for example, the disk is full; names the file.
         """
         lines = [json.dumps(self._record(trajectory, version), ensure_ascii=False) for trajectory in trajectories]
         try:
-            # Names of parts are anybody's: half a surrogate pair becomes \ud800, which JSON reads as just that.
+            # Names of parts are arbitrary. Half a surrogate pair is written as \ud800, which JSON reads back unchanged.
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write("".join(f"{line}\n" for line in lines))
         except OSError as error:
@@ -69,7 +69,7 @@ class SamplesLog:
 
 
 def _keep_until(path: Path, next_group: int) -> None:
-    """Move the groups from `next_group` on, and a torn last line, to another file."""
+    """Move the groups from `next_group` on, and an incomplete last line, to another file."""
     lines = [line + b"\n" for line in path.read_bytes().split(b"\n") if line]
     kept = [line for line in lines if _group(line) < next_group]
     cut = [line for line in lines if _group(line) >= next_group]
@@ -80,4 +80,4 @@ def _group(line: bytes) -> float:
     try:
         return int(json.loads(line)["group"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return float("inf")  # a torn line
+        return float("inf")  # an incomplete line

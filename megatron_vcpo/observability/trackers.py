@@ -1,7 +1,7 @@
-"""The same metrics to TensorBoard and Weights & Biases, through the writers that Megatron has opened.
+"""Send the metrics to TensorBoard and Weights & Biases, through the writers that Megatron has opened.
 
 Megatron opens both on the LAST rank only (`get_tensorboard_writer()` and `get_wandb_writer()` are None elsewhere and
-without their flags), so metrics have to be logged on that rank to be seen. Both take their step from the iteration.
+without their flags), so metrics must be logged on that rank. Both get the iteration as their step.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ _NOT_CURVES = ("iteration", "train_iters")
 
 
 class TensorBoardWriter(Protocol):
-    """What is used of torch.utils.tensorboard.SummaryWriter."""
+    """The part of torch.utils.tensorboard.SummaryWriter that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 class WandbWriter(Protocol):
-    """What is used of the wandb module (and of a wandb run)."""
+    """The part of the wandb module (and of a wandb run) that is used."""
 
     def log(self, data: dict[str, Any], step: int) -> Any: ...
 
 
 class Trackers:
-    """Writes metrics as vcpo/<key> to those of the two writers that are there."""
+    """Writes metrics as vcpo/<key> to each of the two writers that is not None."""
 
     def __init__(self, tensorboard_writer: TensorBoardWriter | None, wandb_writer: WandbWriter | None) -> None:
         self.tensorboard_writer = tensorboard_writer
         self.wandb_writer = wandb_writer
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Write one iteration, `metrics["iteration"]`. NaN and infinities are passed on: both trackers show them."""
+        """Write one iteration, `metrics["iteration"]`. NaN and infinities are passed on, since both trackers show
+        them."""
         iteration = int(metrics["iteration"])
         curves = {PREFIX + key: float(value) for key, value in metrics.items() if key not in _NOT_CURVES}
         if self.tensorboard_writer is not None:
