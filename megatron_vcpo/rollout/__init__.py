@@ -1,1 +1,1 @@
-"""One rollout phase: prompts in their order, responses, rewards."""
+"""One rollout phase: prompts in a fixed order, responses, rewards."""

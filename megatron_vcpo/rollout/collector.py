@@ -26,57 +26,57 @@ from megatron_vcpo.rollout.stopping import sampling
 from megatron_vcpo.runtime import phases
 from megatron_vcpo.runtime.agreement import raise_together
 
-_SHOWN_ERRORS = 3  # rejected rewards that a phase explains on each rank, or one of each kind where there are more kinds
+_SHOWN_ERRORS = 3  # rejected rewards to explain per phase and rank (or one of each kind, if there are more kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """Which engine this process belongs to."""
+    """The engine that this process belongs to."""
 
     index: int = 0
     count: int = 1
-    leader: bool = True  # hands over what the engine made; the engine's other ranks only help to make it
+    leader: bool = True  # hands over the engine's responses; its other ranks only help to compute them
 
     @staticmethod
     def of(rank: int, world_size: int, engine_size: int) -> EnginePlace:
-        """Engines are built from consecutive ranks."""
+        """The place of a rank, where each engine consists of `engine_size` consecutive ranks."""
         return EnginePlace(index=rank // engine_size, count=world_size // engine_size, leader=rank % engine_size == 0)
 
     def share(self, items: Sequence[Any]) -> list[Any]:
-        """This engine's consecutive part of a list that all ranks hold."""
+        """This engine's contiguous part of a list that all ranks hold."""
         bounds = np.linspace(0, len(items), self.count + 1).round().astype(int)
         return list(items[bounds[self.index] : bounds[self.index + 1]])
 
 
 @dataclass(slots=True, kw_only=True)
 class Responses:
-    """What this rank's engine drew in one rollout phase, before it is judged."""
+    """What this rank's engine sampled in one rollout phase, before it is judged."""
 
-    steps: int  # optimizer steps that the phase feeds
+    steps: int  # number of optimizer steps that the phase feeds
     prompts: list[DrawnPrompt]  # of all engines
-    samples: list[tuple[DrawnPrompt, int]]  # this engine's: prompt and number of the response to it
+    samples: list[tuple[DrawnPrompt, int]]  # this engine's: prompt, and number of the response to it
     results: list[GenerationResult]  # in the order of the samples; empty after a failure
-    failure: Exception | None  # of this rank: raised on all ranks together where they meet
+    failure: Exception | None  # of this rank; judge() raises it on all ranks together
     seconds: float
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutPhase:
-    """What one rollout phase made; the same on every rank, but for the seconds."""
+    """The result of one rollout phase, the same on every rank except for the seconds."""
 
-    minibatches: list[list[Trajectory]]  # one for each optimizer step, in the order they are to be trained on
-    rejected: int  # trajectories whose reward failed
-    rejected_by_kind: dict[str, int]  # the same, by one of rewards/outcome.KINDS
+    minibatches: list[list[Trajectory]]  # one for each optimizer step, in training order
+    rejected: int  # number of trajectories whose reward failed
+    rejected_by_kind: dict[str, int]  # the same for each of rewards/outcome.KINDS
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Of all minibatches."""
+        """The trajectories of all minibatches."""
         return [t for minibatch in self.minibatches for t in minibatch]
 
 
 class RolloutCollector:
-    """Draws prompts, generates, judges and hands every rank the same trajectories."""
+    """Draws prompts, generates, judges, and gives every rank the same trajectories."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RolloutCollector:
         place: EnginePlace,
         device: torch.device,
     ) -> None:
-        """Args: rewards: of an engine's leader; None on its other ranks. device: where collectives want tensors."""
+        """Args: rewards: on an engine's leader; None on its other ranks. device: where collectives need tensors."""
         self.engine = engine
         self.sampler = sampler
         self.rewards = rewards
@@ -99,7 +99,7 @@ class RolloutCollector:
         self.device = device
 
     def generate(self, steps: int) -> Responses:
-        """Draw prompts for so many optimizer steps, and a response to each of this engine's."""
+        """Draw prompts for `steps` optimizer steps, and sample responses to this engine's share of them."""
         started = time.perf_counter()
         phases.enter("generate and judge", alone=True)
         prompts = self.sampler.draw(self.config.prompts_per_step * steps)
@@ -127,7 +127,7 @@ class RolloutCollector:
         )
 
     def judge(self, responses: Responses) -> RolloutPhase:
-        """Reward the responses and hand every rank the trajectories of all; collective over all ranks."""
+        """Reward the responses and give every rank all trajectories; collective over all ranks."""
         started = time.perf_counter()
         local: list[Trajectory] = []
         kinds = torch.zeros(len(KINDS), dtype=torch.int64)
@@ -157,7 +157,7 @@ class RolloutCollector:
         )
 
     def _judge(self, rewards: RewardPool, responses: Responses) -> tuple[list[Trajectory], torch.Tensor]:
-        """This engine's trajectories, and failed rewards by kind [len(KINDS)]."""
+        """This engine's trajectories, and the number of failed rewards of each kind [len(KINDS)]."""
         samples, results = responses.samples, responses.results
         outcomes = judge(rewards, [drawn.prompt for drawn, _ in samples], results, self.decode)
         trajectories = [
@@ -195,11 +195,11 @@ class RolloutCollector:
     def _explain(self, samples: list[tuple[DrawnPrompt, int]], outcomes: list[RewardOutcome]) -> None:
         failed = [(s, o) for s, o in zip(samples, outcomes) if o.reward is None]
         counts: Counter[str | None] = Counter()
-        turns: list[int] = []  # how many of its kind came before
+        turns: list[int] = []  # for each failure, how many of its kind came before
         for _, outcome in failed:
             turns.append(counts[outcome.kind])
             counts[outcome.kind] += 1
-        # One of each kind first: hundreds of the same would hide the one that differs.
+        # Show one of each kind first: hundreds of one kind would hide the others.
         shown = sorted(range(len(failed)), key=turns.__getitem__)[: max(_SHOWN_ERRORS, len(counts))]
         for number in shown:
             (drawn, index), outcome = failed[number]
@@ -219,10 +219,10 @@ class RolloutCollector:
 def judge(
     pool: RewardPool, prompts: Sequence[Prompt], results: Sequence[GenerationResult], decode: ResponseDecoder
 ) -> list[RewardOutcome]:
-    """Rewards of responses, in order."""
+    """Rewards of the responses, in order."""
     return pool.judge([(prompt, decode(result.response_ids.tolist())) for prompt, result in zip(prompts, results)])
 
 
 def response_seed(seed: int, group_id: int, index: int) -> int:
-    """Seed of one response: a function of the run's seed and its place alone, so that no layout changes it."""
+    """Seed of one response. It depends only on the run's seed and the response's place, not on the layout."""
     return int(np.random.SeedSequence([seed, group_id, index]).generate_state(1, np.uint32)[0] >> 1)

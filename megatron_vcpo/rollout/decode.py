@@ -1,4 +1,4 @@
-"""The text of a response, as the environment judges it and samples.jsonl shows it."""
+"""The text of a response that the environment judges and samples.jsonl shows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 
 class ResponseDecoder:
-    """Token ids of a response to text: special tokens are part of it (a tokenizer may hold <answer> as one), but for
-    those at its end that only say that it is over."""
+    """Turns a response's token ids into text. It keeps special tokens (<answer> may be one), except those at the end
+    that only mark the end."""
 
     def __init__(self, tokenizer: Any, end_ids: Iterable[int] = ()) -> None:
         """Args:
-        tokenizer: Hugging Face tokenizer; its end-of-text and padding tokens are left out at the end.
-        end_ids: further tokens that only end a response: those that the model's files name.
+        tokenizer: Hugging Face tokenizer; its end-of-text and padding tokens are dropped at the end.
+        end_ids: further tokens that only mark an end, named by the model's files.
         """
         self._tokenizer = tokenizer
         self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *end_ids}
 
     def __call__(self, ids: Sequence[int]) -> str:
-        """Args: ids: [L] of one response."""
+        """The text of one response, ids [L]."""
         length = len(ids)
         while length and ids[length - 1] in self._ends:
             length -= 1

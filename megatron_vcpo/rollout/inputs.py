@@ -1,4 +1,4 @@
-"""What a run reads its prompts and rewards from, opened and checked before anything expensive."""
+"""The sources of a run's prompts and rewards, opened and checked before anything expensive."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron_vcpo.environments import Environment
 from megatron_vcpo.environments.questions import strict_json
 from megatron_vcpo.rollout.decode import ResponseDecoder
 
-_SHOWN = 200  # characters of a flag's value in a sentence
+_SHOWN = 200  # characters of a flag's value shown in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the checks had to open anyway, for the run to use."""
+    """What the checks opened, for the run to use."""
 
     environment: Environment
     eval_environment: Environment | None
     tokenizer: Any
     vocab_size: int  # rows of the embedding that are real tokens
-    files: ModelFiles  # what belongs to the model beside its weights, with the run's tokenizer
-    decode: ResponseDecoder  # what is judged of a response
+    files: ModelFiles  # what belongs to the model besides its weights, with the run's tokenizer
+    decode: ResponseDecoder  # gives the text of a response that is judged
 
 
 def environment_arguments(config: PluginConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PromptSampler: which prompt comes next, the same on every rank and after a resume."""
+"""PromptSampler: which prompt comes next, identically on every rank and after a resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_vcpo.config import ConfigError
 from megatron_vcpo.environments.encoding import encode_prompt
 from megatron_vcpo.environments.protocol import Environment, Prompt, draw_prompt, size_of
 
-_MAX_SKIPPED_IN_A_ROW = 1000  # over-long prompts before the bound itself must be wrong
+_MAX_SKIPPED_IN_A_ROW = 1000  # more over-long prompts than this mean that the bound is wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,12 @@ class DrawnPrompt:
     prompt: Prompt
     ids: Sequence[int]  # [P]
     group_id: int  # running number of drawn prompts
-    prompt_index: int  # in the environment
+    prompt_index: int  # index in the environment
 
 
 class PromptSampler:
-    """Draws prompts in an order fixed by the seed. A finite environment is reshuffled each epoch; none is repeated
-    within one."""
+    """Draws prompts in an order fixed by the seed. A finite environment is reshuffled each epoch; no prompt is repeated
+    within an epoch."""
 
     def __init__(self, environment: Environment, tokenizer: Any, *, seed: int, max_length: int, chat: bool) -> None:
         """Args:
@@ -42,8 +42,8 @@ class PromptSampler:
         self.seed = seed
         self.max_length = max_length
         self.chat = chat
-        self.skipped = 0  # over-long prompts since the start of the run
-        self._position = 0  # prompts looked at, skipped ones included
+        self.skipped = 0  # over-long prompts skipped since the start of the run
+        self._position = 0  # prompts considered so far, including skipped ones
         self._drawn = 0
         self._epoch = -1
         self._order = np.zeros(0, np.int64)
@@ -53,14 +53,14 @@ class PromptSampler:
 
     @property
     def drawn(self) -> int:
-        """Prompts drawn since the start of the run: the number of the next one."""
+        """Number of prompts drawn since the start of the run, which is also the number of the next one."""
         return self._drawn
 
     def draw(self, count: int) -> list[DrawnPrompt]:
         """The next `count` prompts.
 
         Raises:
-            ConfigError: hardly any prompt fits the length bound.
+            ConfigError: (almost) no prompt is short enough.
             EnvironmentSetupError: a prompt that cannot be tokenized.
         """
         out: list[DrawnPrompt] = []
@@ -93,7 +93,7 @@ class PromptSampler:
         return int(self._order[place])
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor, and what makes it mean the same prompts again (a size of -1: without end)."""
+        """The cursor, and what it needs to mean the same prompts again (a size of -1: unlimited)."""
         return {
             "position": self._position,
             "drawn": self._drawn,
@@ -103,10 +103,10 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a saved cursor.
+        """Continue from a saved cursor.
 
         Raises:
-            ConfigError: under another seed or number of prompts it would repeat some prompts and leave out others.
+            ConfigError: seed or number of prompts differ, so that some prompts would be repeated and others left out.
         """
         own = self.state_dict()
         for name, flag in (("seed", "--rollout-seed"), ("size", "--rollout-prompts")):

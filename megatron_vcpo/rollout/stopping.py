@@ -1,4 +1,4 @@
-"""Where a response ends: what the model's files say, and what the flags add. Training and evaluation ask here alike."""
+"""Where a response ends, by the model's files and the flags. Training and evaluation both use this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_vcpo.engines.protocol import Sampling
 def stop_token_ids(rollout: RolloutConfig, models: Sequence[ModelFiles], tokenizer: Any, vocab_size: int) -> list[int]:
     """Every token that ends a response, in ascending order.
 
-    They are those that the files name, the tokenizer's end of text, each --rollout-stop that is a token of its own (an
+    These are the tokens named in the files, the tokenizer's end of text, each --rollout-stop that is a single token (an
     engine may not see the text of special tokens), and --rollout-stop-token-ids.
 
     Args:
@@ -23,8 +23,8 @@ def stop_token_ids(rollout: RolloutConfig, models: Sequence[ModelFiles], tokeniz
         vocab_size: rows of the embedding.
 
     Raises:
-        ConfigError: a token that is not in the vocabulary, or an end of the model's that the tokenizer does not have;
-            the flag or the folder is named.
+        ConfigError: a token is not in the vocabulary, or the tokenizer lacks one of the model's end tokens; names the
+            flag or folder.
     """
     named = [(f"{files.folder} (eos_token_id)", files.end_ids) for files in models]
     if tokenizer.eos_token_id is not None:
@@ -50,7 +50,7 @@ def stop_token_ids(rollout: RolloutConfig, models: Sequence[ModelFiles], tokeniz
 
 
 def describe_stops(rollout: RolloutConfig, tokenizer: Any | None = None) -> str:
-    """For a person: the stop tokens, with their text where the tokenizer is given, and the stop strings."""
+    """A readable list of the stop tokens, with their text if the tokenizer is given, and of the stop strings."""
     tokens = [
         str(token) if tokenizer is None else f"{token} {tokenizer.convert_ids_to_tokens(token)!r}"
         for token in rollout.stop_token_ids or []
@@ -61,7 +61,7 @@ def describe_stops(rollout: RolloutConfig, tokenizer: Any | None = None) -> str:
 
 
 def sampling(rollout: RolloutConfig, temperature: float) -> Sampling:
-    """How responses are drawn at a temperature."""
+    """The sampling settings for responses at a temperature."""
     return Sampling(
         max_tokens=rollout.max_response_length,
         temperature=temperature,

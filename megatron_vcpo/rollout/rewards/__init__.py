@@ -1,1 +1,1 @@
-"""Rewards in processes of their own. Light: each of them imports this."""
+"""Rewards in processes of their own. Light to import, because each of them imports this."""

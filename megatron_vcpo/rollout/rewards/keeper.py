@@ -1,19 +1,19 @@
-"""The process between the trainer and one reward worker: whatever ends, nothing of the worker is left.
+"""The process between the trainer and one reward worker: whichever of them ends, it cleans up after the worker.
 
     trainer --> keeper --> worker --> whatever the reward starts
 
-A reward may hold the interpreter's lock, ignore signals, be stopped, or start processes of its own, also such that
-leave its process group. The keeper runs none of that code. It ends the worker and all of its descendants when the
-trainer asks, when the trainer is gone, however it went, and when the worker has ended. The kernel helps it:
+A reward may hold the GIL, ignore signals, be stopped, or start processes, even ones that leave its process group. The
+keeper runs none of that code. It kills the worker and all of its descendants when the trainer asks, when the trainer is
+gone for whatever reason, and when the worker has ended. The kernel helps:
 
-* the worker asks to be killed with the keeper (PR_SET_PDEATHSIG: tied to the parent's thread, and a keeper has one);
-* descendants whose parent ends become the keeper's children (PR_SET_CHILD_SUBREAPER), where it finds them all;
-* a keeper that is stopped goes on when the trainer's thread that started it ends.
+* the worker asks to be killed with the keeper (PR_SET_PDEATHSIG is tied to the parent's thread; a keeper has only one);
+* descendants whose parent ends become the keeper's children (PR_SET_CHILD_SUBREAPER), so it finds them all;
+* a stopped keeper continues when the trainer's thread that started it ends.
 
-Out of reach are processes of another user (sudo in a reward), processes in an uninterruptible system call, and what a
-reward leaves behind if it kills its keeper too, but for its process group, which the trainer ends.
+The keeper cannot kill processes of another user (sudo in a reward) or processes in an uninterruptible system call. If a
+reward kills its keeper, the trainer kills only the reward's process group; other processes of the reward remain.
 
-Only the standard library is imported here: the worker is a fork of this process, which has to be small and to have one
+This module imports only the standard library: the worker is a fork of this process, which must be small and have one
 thread.
 """
 
@@ -32,18 +32,18 @@ import traceback
 from collections.abc import Iterator
 
 REPORT = struct.Struct("<i")
-"""What the keeper tells the trainer through the control socket: the worker's process id, then its exit code."""
+"""The keeper's messages to the trainer on the control socket: the worker's process id, then its exit code."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_GLANCE = 1.0  # seconds between two looks at whether the trainer still lives
-_GIVING_UP = 8.0  # seconds after which descendants that do not die are left to themselves
-_PAUSE = 0.02  # seconds between two rounds of killing
+_GLANCE = 1.0  # seconds between checks whether the trainer is alive
+_GIVING_UP = 8.0  # seconds after which descendants that do not die are abandoned
+_PAUSE = 0.02  # seconds between rounds of killing
 
 
 def main() -> None:
     """Run by `RewardProcess`, in a session of its own.
 
-    Arguments: sys.path (used by what starts this), the descriptors of the control and the work socket, the trainer's
+    Arguments: sys.path (for the code that starts this), the descriptors of control and work socket, the trainer's
     process id.
     """
     control, work, owner = (int(argument) for argument in sys.argv[2:])
@@ -62,7 +62,7 @@ class _Keeper:
 
     def run(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the trainer decides; this process ends with it in any case
+            signal.signal(number, signal.SIG_IGN)  # the trainer decides; this process ends with it anyway
         self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._signals.setblocking(False)
@@ -77,7 +77,7 @@ class _Keeper:
         self._work.close()
         self._tell(self._worker)
         self._wait()
-        told = self._tell_code()  # at once: to end the rest may take a moment
+        told = self._tell_code()  # at once, because killing the rest may take a moment
         ended = self._end_all()
         if not told:
             self._tell_code()
@@ -89,12 +89,12 @@ class _Keeper:
     def _be_worker(self, keeper: int) -> None:
         self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
-            os._exit(1)  # it was gone before the kernel was asked
+            os._exit(1)  # the keeper was gone before the kernel was asked
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()  # its own group, so that what a reward sends to its group does not reach the keeper
+        os.setsid()  # its own group, so that signals that a reward sends to its group do not reach the keeper
         for end in (self._control, self._signals, self._signalled):
             end.close()
         code = 1
@@ -103,7 +103,7 @@ class _Keeper:
 
             serve(self._work)
             code = 0
-        except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
+        except BaseException:  # noqa: BLE001 - a fork must not continue as its parent
             traceback.print_exc()
         finally:
             with contextlib.suppress(OSError, ValueError):
@@ -111,7 +111,7 @@ class _Keeper:
             os._exit(code)
 
     def _wait(self) -> None:
-        """Until the trainer asks for the end, is gone, or the worker has ended."""
+        """Wait until the trainer asks for the end, the trainer is gone, or the worker has ended."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._signals, select.POLLIN)
@@ -121,12 +121,12 @@ class _Keeper:
                 return
             for descriptor, _ in poll.poll(1000.0 * _GLANCE):
                 if descriptor == self._control.fileno():
-                    return  # the trainer says nothing: it has shut its side
+                    return  # the trainer never writes, so it has shut its side
                 with contextlib.suppress(BlockingIOError):
                     self._signals.recv(4096)
 
     def _reap(self) -> bool:
-        """Collect what has ended; whether no child is left."""
+        """Reap children that have ended; returns whether no child is left."""
         while True:
             try:
                 child, status = os.waitpid(-1, os.WNOHANG)
@@ -138,12 +138,12 @@ class _Keeper:
                 self._code = os.waitstatus_to_exitcode(status)
 
     def _end_all(self) -> bool:
-        """Kill every descendant; whether none is left. A child that is not yet reaped keeps its number, so none but
-        one's own is ever hit."""
+        """Kill every descendant; returns whether none is left. A child's process id is not reused until it is reaped,
+        so no other process is ever hit."""
         until = time.monotonic() + _GIVING_UP
         while time.monotonic() < until:
             if self._code is None:
-                # Its group too, in one call: nobody in it can fork on meanwhile.
+                # Its whole group in one call, so that none of it can fork meanwhile.
                 for end in (os.killpg, os.kill):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         end(self._worker, signal.SIGKILL)
@@ -167,14 +167,14 @@ class _Keeper:
 
 
 def _children() -> Iterator[int]:
-    """This process's children, those included whose parents have ended."""
+    """This process's children, including adopted ones whose parents have ended."""
     me = os.getpid()
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()  # after the name, which may hold anything
+                fields = file.read().rpartition(b")")[2].split()  # after the name, which may contain anything
         except OSError:
             continue
         if int(fields[1]) == me:

@@ -1,4 +1,4 @@
-"""What becomes of one reward, and what a reward may be. Light to import, because every reward process does."""
+"""The outcome of one reward, and the check of its value. Light to import, because every reward process imports it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KINDS = ("raised", "timeout", "died", "invalid")
-"""What can go wrong with a reward: an exception, its deadline, the end of its process, a result that is no number."""
+"""How a reward can fail: an exception, its deadline, the end of its process, a result that is not a finite number."""
 
 LARGEST_REWARD = 3.4e38
-"""Rewards are trained on in fp32: a larger one would be infinite there."""
+"""Rewards are trained on in fp32, where a larger one would be infinite."""
 
 MOST_PARTS = 64
-"""Named parts of one reward: each becomes a metric of its own, in every log."""
+"""Most named parts of one reward; each becomes a metric of its own in every log."""
 
 LONGEST_NAME = 128
-"""Characters of a part's name."""
+"""Most characters of a part's name."""
 
-_SAID = 500  # characters of an error
+_SAID = 500  # characters of an error that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutcome:
-    """What became of one reward: a finite number, or None and the reason in one sentence."""
+    """The outcome of one reward: a finite number, or None and the reason in one sentence."""
 
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
-    kind: str | None = None  # of the error, one of KINDS
+    kind: str | None = None  # kind of the error, one of KINDS
 
 
 def rejected(kind: str, error: str) -> RewardOutcome:
-    """The outcome of a reward that failed; whatever its error holds, it can be written to a file."""
+    """The outcome of a reward that failed, with its error made safe to write to a file."""
     said = error[:_SAID].encode("utf-8", "backslashreplace").decode("utf-8")
     return RewardOutcome(reward=None, kind=kind, error=said)
 
 
 def checked(result: Any) -> RewardOutcome:
-    """What an environment's `reward` returned: a finite number, or a mapping of names to such that has 'reward'."""
+    """Check what an environment's `reward` returned: a finite number, or a mapping of names to such numbers with
+    'reward'."""
     if not isinstance(result, Mapping):
         result = {"reward": result}
     if len(result) > MOST_PARTS + 1:
@@ -56,7 +57,7 @@ def checked(result: Any) -> RewardOutcome:
         if not _encodable(name):
             return rejected("invalid", f"the reward gave a part named {name!a}, which is not valid Unicode text")
         number = value.item() if hasattr(value, "item") else value  # numpy scalars, booleans included
-        if not isinstance(number, numbers.Real) or not abs(float(number)) <= LARGEST_REWARD:  # NaN fails it too
+        if not isinstance(number, numbers.Real) or not abs(float(number)) <= LARGEST_REWARD:  # NaN fails too
             return rejected("invalid", f"the reward gave {name}={value!r}"[:200] + ", not a finite number")
         values[name] = float(number)
     return RewardOutcome(reward=values.pop("reward"), parts=values)

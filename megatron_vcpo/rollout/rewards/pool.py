@@ -1,11 +1,12 @@
 """Rewards in worker processes, each with a deadline: code that judges model output may hang, crash or lie.
 
-Whatever one reward does, it costs its own trajectory: an exception is caught in the worker, a reward past its deadline
-is ended with its process and all that it started, a process that dies is replaced. Nothing is awaited without an end:
-a batch of rewards takes, at most, what its rewards' deadlines add up to on the workers, and one start of them.
+Whatever one reward does, only its own trajectory is lost: an exception is caught in the worker, a reward beyond its
+deadline is killed with its process and everything it started, and a process that dies is replaced. Every wait is
+bounded: a batch of rewards takes at most the sum of its rewards' deadlines, spread over the workers, and one start of a
+worker.
 
-The pool is the trainer's side. Each worker has a keeper (reward_keeper.py), which ends it; the worker
-(reward_worker.py) holds the environment.
+The pool is the trainer's side. Each worker (worker.py) holds the environment, and has a keeper (keeper.py), which kills
+it.
 """
 
 from __future__ import annotations
@@ -25,29 +26,28 @@ from megatron_vcpo.rollout.rewards.outcome import RewardOutcome, rejected
 from megatron_vcpo.rollout.rewards.process import RewardProcess, StrayMessage
 
 _START_TIMEOUT = 300.0  # seconds for a worker to start and build its environment
-_STARTS = 5  # starts in a row that may fail once a worker has come up
-_AGAIN = 1.0  # seconds until another attempt where no process can be started
-_OFFERS = 3  # processes that may end, or stall, before they have begun with a reward that they were given
-_CLOSING = 10.0  # seconds to wait for processes to end; longer than a keeper tries
+_STARTS = 5  # consecutive starts that may fail after a worker has once started
+_AGAIN = 1.0  # seconds until the next attempt if no process can be started
+_OFFERS = 3  # processes that may end or stall before they begin with a reward they were given
+_CLOSING = 10.0  # seconds to wait for processes to end; longer than a keeper tries to kill
 
 
 @dataclass(slots=True)
 class _RewardBatch:
-    """What one call of `judge` has to do."""
+    """The work of one call of `judge`."""
 
     items: Sequence[tuple[Prompt, str]]
-    limit: float  # time.monotonic() at which the rest is rejected
-    waiting: deque[int]  # indices that no process has
+    limit: float  # time.monotonic() at which whatever is left is rejected
+    waiting: deque[int]  # indices that no process works on
     outcomes: dict[int, RewardOutcome] = field(default_factory=dict)
-    offers: dict[int, int] = field(default_factory=dict)  # how often one came back that nobody had begun with
+    offers: dict[int, int] = field(default_factory=dict)  # index -> how often it came back before its process had begun
 
 
 class RewardPool:
-    """Worker processes that hold an environment each. Use it as a context manager, or call `close()`.
+    """Worker processes, each with an environment. Use it as a context manager, or call `close()`.
 
-    The processes are programs of their own and import the environment by its name: it must not be defined in the
-    script that is run. A worker and whatever its rewards start end with the process that owns the pool, however that
-    ends.
+    The processes are separate programs that import the environment by its name, so it must not be defined in the main
+    script. A worker and everything its rewards start end with the process that owns the pool, however that ends.
     """
 
     def __init__(
@@ -66,40 +66,41 @@ class RewardPool:
 
         Args:
             environment, split, seed, config, prompts_file: as for `make_environment`.
-            workers: processes.
-            timeout: deadline of one reward, from when a worker begins with it. Seconds.
-            start_timeout: deadline of the environment's constructor in a worker. Seconds.
+            workers: number of processes.
+            timeout: seconds for one reward, from when a worker begins with it.
+            start_timeout: seconds for the environment's constructor in a worker.
 
         The first `judge` raises EnvironmentSetupError if a worker could not build the environment.
         """
         self._timeout = timeout
         self._start_timeout = start_timeout
-        self._margin = start_timeout  # of a batch, beside its rewards' deadlines
+        self._margin = start_timeout  # seconds for a batch in addition to its rewards' deadlines
         self._workers = workers
         self._setup = pickle.dumps((environment, split, seed, dict(config), prompts_file))
         self._selector = selectors.DefaultSelector()
         self._processes: list[RewardProcess] = []
         self._ending: list[RewardProcess] = []
         self._numbers = itertools.count()
-        self._proven = False  # a worker has come up once
-        self._failed_starts = 0  # since one came up
+        self._proven = False  # a worker has started successfully at least once
+        self._failed_starts = 0  # since the last successful start
         self._fill()
 
     def judge(self, items: Sequence[tuple[Prompt, str]]) -> list[RewardOutcome]:
-        """The rewards of (prompt, response) pairs, in their order.
+        """The rewards of (prompt, response) pairs, in order.
 
-        It returns within `start_timeout` + ceil(items / workers) * `timeout` seconds: what is not judged then, because
-        workers had to be started again and again, is rejected. A worker that ends between rewards costs nothing.
+        Returns within `start_timeout` + ceil(items / workers) * `timeout` seconds. Pairs that are not judged by then,
+        because workers had to be restarted again and again, are rejected. A worker that ends between rewards costs
+        nothing.
 
         Raises:
-            EnvironmentSetupError: workers do not come up.
+            EnvironmentSetupError: workers do not start.
         """
         now = time.monotonic()
         limit = now + self._margin + math.ceil(len(items) / self._workers) * self._timeout
         batch = _RewardBatch(items, limit, deque(range(len(items))))
         if not self._proven:
             for process in self._processes:
-                process.deadline = now + self._start_timeout  # nobody looked before
+                process.deadline = now + self._start_timeout  # the start was not watched before
         try:
             self._listen(batch, 0.0)
             while len(batch.outcomes) < len(items):
@@ -110,7 +111,7 @@ class RewardPool:
                     due = min(due, time.monotonic() + _AGAIN)
                 self._listen(batch, due - time.monotonic())
                 if time.monotonic() >= due:
-                    # This process may have been stopped, or had no processor: what came meanwhile counts.
+                    # This process may have been stopped or starved of CPU: answers that arrived meanwhile count.
                     self._listen(batch, 0.0)
                     self._expire(batch)
         finally:
@@ -122,7 +123,7 @@ class RewardPool:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Start processes where there are fewer than wanted, and let those go that have ended."""
+        """Start processes up to the number wanted, and forget those that have ended."""
         self._ending = [process for process in self._ending if not process.ended()]
         while len(self._processes) < self._workers:
             try:
@@ -138,14 +139,14 @@ class RewardPool:
                 i = batch.waiting.popleft()
                 try:
                     pair = pickle.dumps(batch.items[i], pickle.HIGHEST_PROTOCOL)
-                except Exception as error:  # noqa: BLE001 - by the prompt's own code; costs what it belongs to
+                except Exception as error:  # noqa: BLE001 - the prompt's own code failed; costs only its trajectory
                     said = f"the prompt could not be pickled for a reward process: {type(error).__name__}"
                     batch.outcomes[i] = rejected("raised", said)
                     continue
                 process.give(i, next(self._numbers), pair, time.monotonic() + self._timeout)
 
     def _listen(self, batch: _RewardBatch, seconds: float) -> None:
-        """Take what comes within a time, until something does."""
+        """Wait up to `seconds` for messages, and handle those that have arrived."""
         for process in {key.data: None for key, _ in self._selector.select(max(0.0, seconds))}:
             try:
                 for message in process.messages():
@@ -177,7 +178,7 @@ class RewardPool:
                 raise StrayMessage
 
     def _lost(self, batch: _RewardBatch, process: RewardProcess, reason: str) -> None:
-        """A process has ended by itself."""
+        """Handle a process that has ended by itself."""
         self._drop(process)
         if not process.ready:
             self._failed_start(f"A reward process could not start: {reason} while it built the environment.")
@@ -185,7 +186,7 @@ class RewardPool:
             self._settle(batch, process, rejected("died", f"the reward's process is gone: {reason}"))
 
     def _settle(self, batch: _RewardBatch, process: RewardProcess, outcome: RewardOutcome) -> None:
-        """The task of a process that is no more: rejected, or given to another where the process never began."""
+        """Settle the task of a process that is gone: reject it, or let another process try if this one never began."""
         assert process.task is not None
         offers = batch.offers[process.task] = batch.offers.get(process.task, 0) + 1
         if process.taken or offers >= _OFFERS:
@@ -195,7 +196,7 @@ class RewardPool:
         process.rest()
 
     def _expire(self, batch: _RewardBatch) -> None:
-        """End the processes whose time is over, and the whole batch where its own is."""
+        """End processes beyond their deadline, and the whole batch if it is beyond its own."""
         now = time.monotonic()
         over = now >= batch.limit
         for process in list(self._processes):
@@ -237,7 +238,7 @@ class RewardPool:
         self._ending.append(process)
 
     def close(self) -> None:
-        """End the workers and all that they started; safe to call twice."""
+        """End the workers and everything they started; safe to call twice."""
         for process in list(self._processes):
             self._drop(process)
         until = time.monotonic() + _CLOSING

@@ -1,6 +1,6 @@
-"""One reward process as the trainer sees it: a keeper and its worker, two sockets, and a deadline for what it does.
+"""The trainer's side of one reward process: a keeper and its worker, two sockets, and a deadline.
 
-Nothing here waits: sockets do not block, and a process is asked to end, not awaited, but for `close`.
+Nothing here waits, except `close`: sockets do not block, and a process is only asked to end.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from megatron_vcpo.rollout.rewards.keeper import main; main()"
 )
-_LARGEST_ANSWER = 1 << 20  # bytes of one message from a worker: a longer one is not of its making
-_CHUNK = 1 << 16  # bytes read at once
+_LARGEST_ANSWER = 1 << 20  # bytes of one message from a worker; a longer one cannot come from our code
+_CHUNK = 1 << 16  # bytes per read
 
 
 class StrayMessage(Exception):
-    """What came from a worker is not of its making: a reward has written to the worker's socket."""
+    """A message was not sent by the worker's own code: a reward has written to its socket."""
 
 
 class RewardProcess:
-    """A process that is building its environment, or idle, or judging one reward.
+    """A process that is building its environment, idle, or judging one reward.
 
     Args:
         setup: the pickled arguments of `make_environment`.
-        selector: watches the sockets; the keys' data is this object.
-        deadline: of the constructor. As time.monotonic().
+        selector: watches the sockets; the data of their keys is this object.
+        deadline: of the environment's constructor, in time.monotonic().
 
-    Raises OSError where no process can be started.
+    Raises OSError if no process can be started.
     """
 
     def __init__(self, setup: bytes, selector: selectors.BaseSelector, deadline: float) -> None:
-        self.ready = False  # the environment is built
-        self.task: int | None = None  # index of the reward that it was given
-        self.taken = False  # it has begun with it
-        self.number = 0  # of the task
-        self.deadline = deadline  # of the constructor or of the task; infinity when idle
-        self.gone = False  # the worker has ended, or its keeper
+        self.ready = False  # the environment has been built
+        self.task: int | None = None  # index of its current reward
+        self.taken = False  # the worker has begun with it
+        self.number = 0  # running number of the task
+        self.deadline = deadline  # of the constructor or the task; infinity when idle
+        self.gone = False  # the worker or its keeper has ended
         self.exit_code: int | None = None
-        self._worker: int | None = None  # its process id, once told
+        self._worker: int | None = None  # process id, once the keeper has sent it
         self._selector = selector
         self._outgoing = memoryview(b"")
         self._incoming = bytearray()
@@ -71,16 +71,16 @@ class RewardProcess:
         self._send(setup)
 
     def give(self, task: int, number: int, pair: bytes, deadline: float) -> None:
-        """Have an idle process judge a pickled (prompt, response)."""
+        """Have an idle process judge a pickled (prompt, response) pair."""
         self.task, self.number, self.taken, self.deadline = task, number, False, deadline
         self._send(NUMBER.pack(number) + pair)
 
     def rest(self) -> None:
-        """Be idle."""
+        """Mark the process as idle."""
         self.task, self.taken, self.deadline = None, False, float("inf")
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Send and receive what is possible now, and yield the messages that came.
+        """Send and receive what is possible without waiting, and yield the messages received.
 
         Raises StrayMessage.
         """
@@ -105,32 +105,33 @@ class RewardProcess:
 
     @property
     def end_in_words(self) -> str:
-        """How a process that is gone ended."""
+        """How the process ended, in words."""
         if self.exit_code is None:
             return "it was killed from outside"
         return f"it ended with exit code {self.exit_code}"
 
     def end(self) -> None:
-        """Ask the keeper to end the worker and all that it started."""
+        """Ask the keeper to end the worker and everything it started."""
         for key in [key for key in self._selector.get_map().values() if key.data is self]:
             self._selector.unregister(key.fileobj)
         self._work.close()
         self._ask_to_end()
 
     def ended(self) -> bool:
-        """Whether, after `end`, nothing is left of it."""
+        """Whether nothing is left of the process, after `end`."""
         if self._keeper.poll() is None:
             return False
         self._read_control()
         if self._keeper.returncode != 0 and self._worker is not None:
-            # Killed, not ended: the kernel killed the worker with it, and this the group it led.
+            # The keeper was killed rather than ended. The kernel has killed the worker with it; this kills the worker's
+            # group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._worker, signal.SIGKILL)
         self._control.close()
         return True
 
     def close(self, until: float) -> None:
-        """After `end`: wait for it, until a time.monotonic() at which the keeper is killed."""
+        """Call after `end`: wait for the process, and kill the keeper at time.monotonic() `until`."""
         try:
             self._keeper.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -151,7 +152,7 @@ class RewardProcess:
         except BlockingIOError:
             pass
         except OSError:
-            self._outgoing = memoryview(b"")  # it has ended: the keeper tells
+            self._outgoing = memoryview(b"")  # the worker has ended; the keeper will report it
         key = self._selector.get_map().get(self._work)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
         if key is not None and key.events != events:
@@ -162,7 +163,7 @@ class RewardProcess:
         if data:
             self._incoming += data
         elif data is not None and self._work in self._selector.get_map():
-            # The worker has ended, or closed a descriptor that was not its own: the keeper tells, and ends it.
+            # The worker has ended, or a reward closed its socket: the keeper will end it and report.
             self._selector.unregister(self._work)
             self._ask_to_end()
 
@@ -177,12 +178,13 @@ class RewardProcess:
 
     def _ask_to_end(self) -> None:
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_WR)  # seen even where a fork of the trainer holds the socket too
-        self._keeper.send_signal(signal.SIGCONT)  # in case that a reward has stopped it
+            self._control.shutdown(socket.SHUT_WR)  # takes effect even if a fork of the trainer still holds the socket
+        self._keeper.send_signal(signal.SIGCONT)  # in case a reward has stopped it
 
 
 def _start(control: socket.socket, work: socket.socket) -> subprocess.Popen[bytes]:
-    """Not multiprocessing: its children import the main module, and are ended by a signal to one process alone."""
+    """Start a keeper. Not by multiprocessing, whose children import the main module and are ended by a signal to only
+    one process."""
     descriptors = (control.fileno(), work.fileno())
     options = [f"-W{option}" for option in sys.warnoptions]
     paths = json.dumps([str(path) for path in sys.path])
@@ -192,7 +194,7 @@ def _start(control: socket.socket, work: socket.socket) -> subprocess.Popen[byte
 
 
 def _read(end: socket.socket) -> bytes | None:
-    """What has come, empty at the end of the stream; None where nothing has."""
+    """The bytes available; empty at the end of the stream, None if there are none yet."""
     try:
         return end.recv(_CHUNK)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What runs in a reward worker: the environment's constructor, then one reward after the other."""
+"""The code of a reward worker: build the environment, then judge one response after the other."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from megatron_vcpo.environments import Environment, EnvironmentSetupError, make_
 from megatron_vcpo.rollout.rewards.outcome import RewardOutcome, checked, rejected
 
 LENGTH = struct.Struct("<Q")
-"""Before each message, its bytes. The trainer sends pickles; it is sent JSON, which cannot make it run anything."""
+"""Precedes each message: its size in bytes. The trainer sends pickles but receives JSON, which cannot make it run
+code."""
 
 NUMBER = struct.Struct("<Q")
-"""Begins each task: answers carry it, so that none is taken for another's."""
+"""Precedes each task: its number, which the answer repeats, so that it cannot be taken for another task's."""
 
 
 def serve(work: socket.socket) -> None:
-    """Build the environment that the first message describes and judge the rest; ends when the trainer closes."""
+    """Build the environment that the first message describes, then judge the others until the trainer closes the
+    socket."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # what a killed reward printed is seen too
+            stream.reconfigure(line_buffering=True)  # so that the output of a killed reward is not lost
     setup = _receive(work)
     if setup is None:
         return
@@ -43,8 +45,8 @@ def serve(work: socket.socket) -> None:
         _send(work, {"taken": number})
         outcome = _judge(environment, task[NUMBER.size :])
         if os.getpid() != me:
-            os._exit(1)  # a fork that came back from the reward
-        signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that a reward left behind would hit the next one
+            os._exit(1)  # a fork that a reward made and that returned from it
+        signal.setitimer(signal.ITIMER_REAL, 0.0)  # an alarm that a reward left set would hit the next one
         _send(work, {"number": number, "outcome": asdict(outcome)})
 
 
@@ -52,7 +54,7 @@ def _judge(environment: Environment, pair: bytes) -> RewardOutcome:
     try:
         prompt, response = pickle.loads(pair)
         return checked(environment.reward(prompt, response))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it costs this trajectory and is counted
+    except BaseException as error:  # noqa: BLE001 - any failure costs only this trajectory, and is counted
         return rejected("raised", f"the reward raised {type(error).__name__}{_words(error)}")
 
 
@@ -64,7 +66,7 @@ def _words(error: BaseException) -> str:
 
 
 def _receive(work: socket.socket) -> bytes | None:
-    """The next message; None where the trainer has closed."""
+    """The next message; None if the trainer has closed the socket."""
     head = _exactly(work, LENGTH.size)
     return None if head is None else _exactly(work, LENGTH.unpack(head)[0])
 
