@@ -1,1 +1,1 @@
-"""Why something is as it is: reports on what a run has saved."""
+"""Reports on what a run has saved."""

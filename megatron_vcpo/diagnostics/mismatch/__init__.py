@@ -1,1 +1,2 @@
-"""Why trainer and engine disagree: scores by both, in every type, and their difference in parts (docs/mismatch.md)."""
+"""Why trainer and engine disagree: score tokens with both, in every dtype, and split the difference
+(docs/mismatch.md)."""

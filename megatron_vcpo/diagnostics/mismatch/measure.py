@@ -1,4 +1,4 @@
-"""Everything between a saved batch and its report: which scores are needed, and what each one stands for."""
+"""From a saved batch to its report: which scores are needed, and what each one means."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from megatron_vcpo.diagnostics.mismatch.scores import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchOptions:
-    """What the report is asked for."""
+    """The options of a report."""
 
     trainer_dtype: str
     engine_dtype: str
-    dtypes: Sequence[str]  # of the table of types
-    engine: bool  # start vLLM
-    scratch: Path  # for files the engine needs
-    tokenizer: Path | None = None  # for an engine with a Megatron checkpoint
+    dtypes: Sequence[str]  # for the table of dtypes
+    engine: bool  # whether to start vLLM
+    scratch: Path  # folder for files that the engine needs
+    tokenizer: Path | None = None  # needed by an engine if the checkpoint is Megatron's
     progress: Callable[[str], object] = lambda _: None
 
 
 def usable(trajectories: Sequence[Trajectory], origin: Origin, limit: int) -> list[Trajectory]:
-    """The first `limit` trajectories whose tokens one version sampled, and which hold any.
+    """The first `limit` trajectories that have tokens, all sampled by one version.
 
     Raises:
         SavedBatchError: there is none.
@@ -54,14 +54,14 @@ def measure(
     policy: Weights | None,
     options: MismatchOptions,
 ) -> Report:
-    """Score, and put together. Call it in `single_process`.
+    """Score the trajectories and make the report. Call it in `single_process`.
 
     Args:
         trajectories: from `usable`.
         origin: of the batch.
-        sampler: the weights that sampled it.
-        policy: the weights that train on it; None: staleness is not measured.
-        options: what is asked for.
+        sampler: the weights that sampled the batch.
+        policy: the weights that train on the batch; None: staleness is not measured.
+        options: of the report.
     """
     if policy is not None:
         require_same_model(sampler, policy)
@@ -87,7 +87,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """The trainer's side of the difference."""
+    """The trainer's scores."""
 
     own: Values
     replayed: Values | None
@@ -95,15 +95,15 @@ class _Trained:
 
 
 class _Trainer:
-    """Scores by the trainer's model, in every type that is asked for."""
+    """Scores with the trainer's model, in every dtype asked for."""
 
     def __init__(
         self, trajectories: Sequence[Trajectory], origin: Origin, sampler: Weights, options: MismatchOptions
     ) -> None:
         self.carries = sampler.num_experts > 0 and all(t.routed_experts is not None for t in trajectories)
-        self.own: dict[str, Values] = {}  # type -> routers' own choice
+        self.own: dict[str, Values] = {}  # dtype -> scores with the routers' own choice
         self.plain: dict[str, Values] = {}  # the same at temperature 1
-        self.routed: Values | None = None  # in the trainer's type
+        self.routed: Values | None = None  # with the reference's routes, in the trainer's dtype
         self.exact: Values
         self._trajectories = list(trajectories)
         self._origin = origin
@@ -111,7 +111,7 @@ class _Trainer:
         self._options = options
 
     def score_sampler(self) -> None:
-        """The weights that sampled: in fp32 first, whose routes are the reference where the batch has none."""
+        """Score with the weights that sampled. fp32 comes first: its routes are the reference if the batch has none."""
         dtypes = dict.fromkeys(["float32", self._options.trainer_dtype, *self._options.dtypes])
         for dtype in dtypes:
             self._options.progress(f"trainer in {dtype}")
@@ -126,7 +126,7 @@ class _Trainer:
                     self.exact = self._replayed(model) if self.carries else self.own[dtype]
 
     def score_policy(self, policy: Weights | None) -> _Trained:
-        """The weights that train, in the trainer's type; those that sampled where there are no others."""
+        """Score with the training weights in the trainer's dtype; without them, the weights that sampled stand in."""
         dtype = self._options.trainer_dtype
         replays = self.carries and self._origin.router_replay != "off"
         if policy is None:
@@ -141,7 +141,7 @@ class _Trainer:
             )
 
     def type_rows(self, engines: dict[str, Values]) -> list[TypeRow]:
-        """The table of types, the engine's scores beside the trainer's at temperature 1."""
+        """The rows of the table of dtypes, from the trainer's and the engine's scores at temperature 1."""
         rows = []
         for dtype in self._options.dtypes:
             between = Size.of(self.plain[dtype] - engines[dtype]) if dtype in engines else None

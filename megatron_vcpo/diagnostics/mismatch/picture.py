@@ -1,4 +1,4 @@
-"""The mismatch report as a picture: what each switch changes, and what each data type costs."""
+"""The mismatch report as a picture: what each switch changes, and the error of each dtype."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from megatron_vcpo.diagnostics.mismatch.report import Component, Report, Size, absence
 
 _BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#8A8A8A"  # Okabe and Ito
-_DECADES_SHOWN = 1e-4  # of the largest bar: what is smaller is drawn at the axis
+_DECADES_SHOWN = 1e-4  # fraction of the largest bar; smaller bars are drawn at the axis
 
 
 def draw(result: Report, sentence: str, out: Path) -> None:
-    """Write a PNG file; its folder is made."""
+    """Write a PNG file, creating its folder."""
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _components(left, result)

@@ -1,12 +1,12 @@
-"""What makes the trainer's log-probs differ from those recorded by the engine, as rows and one advice: pure numpy.
+"""What makes the trainer's log-probs differ from those that the engine recorded: rows, and one piece of advice.
 
-The same tokens are scored several times, and each time one thing is switched, in one fixed order:
+The same tokens are scored several times, and each time one more thing is switched, in this order:
 
     trainer  ->  weights that sampled  ->  reference routes  ->  fp32  ->  engine, afresh  ->  recorded
             staleness             routing            precision        precision           cache
                                                      of trainer       of engine
 
-Rows are differences of neighbours, so that for every token they add up to the whole difference exactly.
+Rows are differences between neighbours, so for every token they add up exactly to the whole difference. Pure numpy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Name = Literal[
 ]
 
 NEGLIGIBLE = 1e-4
-"""Mean absolute difference, in nats a token, that no importance weight notices: 0.1 in a response of 1,000 tokens."""
+"""Mean absolute difference, in nats a token, too small to affect importance weights: 0.1 in 1,000 tokens."""
 
 
 _REST = (
@@ -41,21 +41,21 @@ _REST_QUANTIZED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Log-probs of the same N sampled tokens, each [N]; None where what they need was not given or does not exist."""
+    """Log-probs of the same N sampled tokens, each [N]; None if an input for them was not given or does not exist."""
 
     recorded: Values  # by the engine, while it sampled
-    trained: Values  # trainer: its weights, its type, its routers' own choice, the rollouts' temperature
-    replayed: Values | None = None  # the same with the trajectories' routes, where training replays them
-    untempered: Values | None = None  # as `trained` at temperature 1; None where that is the rollouts'
-    sampler_weights: Values | None = None  # as `trained` with the weights that sampled; None: they are the trainer's
-    routed: Values | None = None  # and the reference's experts; None for a model without any
-    exact: Values  # and in fp32
-    rescored: Values | None = None  # by an engine with the weights that sampled, from scratch
+    trained: Values  # trainer's weights, dtype, routers' own choice, the rollouts' temperature
+    replayed: Values | None = None  # the same with the trajectories' routes, if training replays them
+    untempered: Values | None = None  # as `trained` at temperature 1; None if the rollouts' is 1
+    sampler_weights: Values | None = None  # as `trained`, with the weights that sampled; None: the same weights
+    routed: Values | None = None  # in addition with the reference's experts; None: model without experts
+    exact: Values  # in addition in fp32
+    rescored: Values | None = None  # by a new engine with the weights that sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large differences are, in nats a token."""
+    """The size of differences, in nats a token."""
 
     mean: float  # of absolute values
     p99: float
@@ -63,37 +63,37 @@ class Size:
 
     @staticmethod
     def of(difference: Values) -> Size:
-        """Sizes of [N] differences."""
+        """The size of [N] differences."""
         values = np.abs(difference)
         return Size(mean=float(values.mean()), p99=float(np.quantile(values, 0.99)), largest=float(values.max()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One row: what a switch changes."""
+    """One row: what one switch changes."""
 
     name: Name
     size: Size | None  # None: not measured
-    share: float | None = None  # of the squared difference; shares add up to 1, one that cancels others is negative
-    note: str = ""  # begins with 'needs' where it could be measured with more inputs
+    share: float | None = None  # of the squared difference; shares add up to 1, a negative one cancels others
+    note: str = ""  # begins with 'needs' if more inputs would allow measuring it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeRow:
-    """What one data type costs on the same weights and tokens."""
+    """The error of one dtype with the same weights and tokens."""
 
     dtype: str
-    rounding: Size  # trainer in that type against trainer in fp32
-    between: Size | None = None  # trainer against engine, both in that type
+    rounding: Size  # trainer in this dtype against trainer in fp32
+    between: Size | None = None  # trainer against engine, both in this dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything that is shown."""
+    """The content of a report."""
 
     tokens: int
-    total: Size  # trainer against record, every router choosing itself
-    as_trained: Size  # the same as training sees it: with replay where the run has it
+    total: Size  # trainer against recorded, with the routers' own choice
+    as_trained: Size  # the same as in training: with replay if the run uses it
     kl: float  # k3 estimate of KL(engine, trainer) as trained, nats a token
     components: list[Component]
     types: list[TypeRow]
@@ -108,8 +108,8 @@ def report(scores: Scores, types: list[TypeRow], notes: Mapping[Name, str]) -> R
 
     Args:
         scores: N > 0 tokens.
-        types: for the table of types.
-        notes: for each component that was not measured, what it needs; for others, a remark.
+        types: rows of the table of dtypes.
+        notes: for a component that was not measured, what that needs; for others, a remark.
     """
     whole = scores.trained - scores.recorded
     norm = float(whole @ whole)
@@ -149,23 +149,24 @@ def report(scores: Scores, types: list[TypeRow], notes: Mapping[Name, str]) -> R
 
 
 def _transform(scores: Scores, notes: Mapping[Name, str]) -> Component:
-    """Not a part of the difference, since both sides apply it: what it would be if the trainer did not."""
+    """The effect of temperature. It is no part of the difference, since both sides apply it; this is what it would add
+    if the trainer did not."""
     name: Name = "sampling transform"
     size = None if scores.untempered is None else Size.of(scores.untempered - scores.trained)
     return Component(name=name, size=size, note=notes[name])
 
 
-# ---------------------------------------------------------------------- what to do
+# ---------------------------------------------------------------------- advice
 
 
 def advice(
     result: Report, *, trainer_dtype: str, engine_dtype: str, replayed: bool = False, quantized: bool = False
 ) -> str:
-    """One sentence: which switch to turn.
+    """One sentence that says which setting to change.
 
     Args:
         result: of `report`.
-        trainer_dtype, engine_dtype: 'float32', 'float16' or 'bfloat16', as the run has them.
+        trainer_dtype, engine_dtype: the run's: 'float32', 'float16' or 'bfloat16'.
         replayed: training replays the engine's experts.
         quantized: the engine computes with quantized weights.
     """
@@ -176,7 +177,7 @@ def advice(
         )
     sizes = {c.name: c.size.mean for c in result.components if c.size is not None and c.share is not None}
     if replayed:
-        sizes.pop("routing", None)  # has been turned
+        sizes.pop("routing", None)  # has been switched on already
     precision = max(sizes.pop("precision of trainer", 0.0), sizes.pop("precision of engine", 0.0))
     largest: Name = max(sizes, key=lambda name: sizes[name], default="rest")
     if precision >= sizes.get(largest, 0.0):
@@ -237,7 +238,7 @@ def table(result: Report) -> str:
 
 
 def absence(component: Component) -> str:
-    """What stands in the place of the figures of a row that has none."""
+    """Text in place of the figures of a row without figures."""
     return "not measured" if component.note.startswith("needs") else "none"
 
 

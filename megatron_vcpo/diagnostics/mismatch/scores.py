@@ -1,7 +1,7 @@
-"""Score the tokens of a saved batch with one thing switched at a time: Megatron's model in any type, and vLLM.
+"""Score the tokens of a saved batch with Megatron's model in any dtype, and with vLLM.
 
-One process on a CPU. The trainer's model is Megatron's own with packed sequences, as in training; every model is built,
-used and dropped before the next one.
+Runs in one CPU process. The trainer's model is Megatron's own with packed sequences, as in training. Every model is
+built, used and freed before the next one.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A checkpoint and the arguments that build its model on one process."""
+    """A checkpoint, and the arguments that build its model in a single process."""
 
     source: CheckpointSource
     args: argparse.Namespace
 
     @property
     def num_experts(self) -> int:
-        """0 for a dense model."""
+        """Number of experts; 0 for a dense model."""
         return self.source.description.num_experts
 
 
 def open_weights(folder: Path, *, step: int | None = None) -> Weights:
-    """A Hugging Face folder or Megatron's, the latest iteration or `step`. Call it in `single_process`."""
+    """Open a Hugging Face folder or a Megatron checkpoint (iteration `step` or the latest). Call it in
+    `single_process`."""
     if is_megatron(folder):
         trained = MegatronSource(folder, step=step)
         return Weights(source=trained, args=trained.args)
@@ -62,7 +63,7 @@ def open_weights(folder: Path, *, step: int | None = None) -> Weights:
 
 
 def require_same_model(first: Weights, second: Weights) -> None:
-    """Raise CheckpointError where two checkpoints are of different models."""
+    """Raise CheckpointError if two checkpoints are of different models."""
     a, b = first.source.description, second.source.description
     if replace(a, latent=None) != replace(b, latent=None):
         raise CheckpointError(f"{first.source.path} and {second.source.path} are not checkpoints of one model.")
@@ -72,7 +73,7 @@ def require_same_model(first: Weights, second: Weights) -> None:
 
 
 class TrainerModel:
-    """Megatron's model with a checkpoint's weights in one data type."""
+    """Megatron's model with a checkpoint's weights in one dtype."""
 
     def __init__(self, weights: Weights, dtype: str) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -87,9 +88,9 @@ class TrainerModel:
         """Log-probs of the sampled tokens, [N] in the order of the trajectories.
 
         Args:
-            trajectories: with routes where `routed`.
+            trajectories: with routes if `routed`.
             temperature: logits are divided by it.
-            routed: the trajectories' routes choose the experts; otherwise every router itself.
+            routed: take the experts from the trajectories' routes; otherwise every router chooses for itself.
         """
         with self._own_routes(not routed):
             found = self._pass(trajectories, temperature)
@@ -141,7 +142,7 @@ class TrainerModel:
 
 
 def _build(args: argparse.Namespace, dtype: torch.dtype, groups: Any) -> Any:
-    """GPTModel in the type, wrapped as training wraps it."""
+    """GPTModel in the dtype, wrapped as in training."""
     from megatron.core.transformer.module import Float16Module
     from megatron.training.models.gpt import GPTModelBuilder
 
@@ -170,7 +171,7 @@ def _fill(model: Any, source: CheckpointSource, groups: Any) -> None:
 
 @contextmanager
 def trainer_model(weights: Weights, dtype: str) -> Iterator[TrainerModel]:
-    """A TrainerModel whose memory is free again afterwards."""
+    """A TrainerModel whose memory is freed at the end of the context."""
     yield TrainerModel(weights, dtype)
     gc.collect()
 
@@ -181,14 +182,14 @@ def trainer_model(weights: Weights, dtype: str) -> Iterator[TrainerModel]:
 def score_with_engine(
     weights: Weights, dtype: str, trajectories: Sequence[Trajectory], *, scratch: Path, tokenizer: Path | None
 ) -> Values:
-    """Log-probs of the sampled tokens at temperature 1 by a fresh vLLM, [N].
+    """Log-probs [N] of the sampled tokens at temperature 1, from a new vLLM engine.
 
     Args:
-        weights: sent to the engine as training sends them.
+        weights: sent to the engine as in training.
         dtype: of the engine.
         trajectories: what to score.
-        scratch: folder for the config.json of a Megatron checkpoint.
-        tokenizer: folder that such a checkpoint needs besides.
+        scratch: folder for the config.json made for a Megatron checkpoint.
+        tokenizer: folder with the tokenizer that a Megatron checkpoint needs as well.
 
     Raises:
         EngineError, CheckpointError: the engine cannot start, take the weights or score.
