@@ -1,4 +1,4 @@
-"""What a loop is put together from, as the flags say. The one place outside engines/ that names vLLM."""
+"""Builds the parts of a loop from the flags. The only place outside engines/ that names vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def reward_pool(config: PluginConfig, split: Literal["train", "eval"]) -> RewardPool:
-    """The reward processes of one split."""
+    """Start the reward processes of one split."""
     rollout = config.rollout
     return RewardPool(
         rollout.environment,
@@ -49,7 +49,7 @@ def reward_pool(config: PluginConfig, split: Literal["train", "eval"]) -> Reward
 def open_samples(
     args: argparse.Namespace, config: PluginConfig, inputs: Inputs, run_dir: Path, *, next_group: int
 ) -> SamplesLog | None:
-    """samples.jsonl on rank 0, where it is asked for. Raises MetricsFileError on every rank."""
+    """samples.jsonl on rank 0, if asked for; else None. Raises MetricsFileError on every rank."""
     samples: SamplesLog | None = None
     failure: MetricsFileError | None = None
     if config.rollout.save_trajectories and args.rank == 0:
@@ -77,7 +77,7 @@ def build_engine(
     model: list[Any],
     journal: Journal,
 ) -> RolloutEngine:
-    """This rank's engine, or its share of one. Raises EngineError where it cannot start."""
+    """This rank's engine, or its share of one. Raises EngineError if it cannot start."""
     rollout = config.rollout
     quantized, folder = rollout.engine_quantization, config.vcpo.load_hf
     dtype = rollout.engine_dtype_of(args.params_dtype)
@@ -116,7 +116,7 @@ def build_engine(
 def _write_engine_model(
     args: argparse.Namespace, inputs: Inputs, run_dir: Path, model: list[Any], dtype: torch.dtype
 ) -> str:
-    """The Hugging Face folder without weights that tells the engine what the policy is; rank 0 writes it."""
+    """The Hugging Face folder without weights that describes the policy to the engine; rank 0 writes it."""
     target = run_dir / "engine_model"
     failure: Exception | None = None
     if args.rank == 0:
@@ -139,7 +139,7 @@ def build_publisher(
     engine: RolloutEngine,
     journal: Journal,
 ) -> Publisher:
-    """What moves the policy's weights into the engine. Raises SyncError where model and table of names disagree."""
+    """What publishes the policy's weights to the engine. Raises SyncError if model and table of names disagree."""
     description = model_description(args, config, inputs, model)
     dtype = DTYPES[config.rollout.engine_dtype_of(args.params_dtype)]
     synchronizer = WeightSynchronizer(

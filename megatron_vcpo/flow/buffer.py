@@ -1,4 +1,4 @@
-"""TrajectoryBuffer: minibatches between the engine and the trainer, with a hard bound on their age."""
+"""TrajectoryBuffer: minibatches waiting between engine and trainer, with a hard bound on their age."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_vcpo.data.trajectory import Trajectory
 
 
 class TrajectoryBuffer:
-    """Planned minibatches in order. Nothing is dropped silently: what is refused is counted by its reason."""
+    """Planned minibatches, in order. Nothing is dropped silently: refusals are counted by reason."""
 
     def __init__(self, *, max_lag: int) -> None:
-        """Args: max_lag: largest age of a token, in optimizer steps."""
+        """Args: max_lag: largest age of a sampled token, in optimizer steps."""
         self.max_lag = max_lag
         self._minibatches: deque[Minibatch] = deque()
 
@@ -26,7 +26,7 @@ class TrajectoryBuffer:
         return len(self._minibatches)
 
     def add(self, minibatches: Sequence[Sequence[Trajectory]]) -> list[Refusal]:
-        """Take planned minibatches; trajectories that cannot be trained on are left out and returned."""
+        """Append planned minibatches, leaving out trajectories that cannot be trained on; those are returned."""
         refused = []
         for minibatch in minibatches:
             kept = []
@@ -40,7 +40,7 @@ class TrajectoryBuffer:
         return refused
 
     def take(self, version: int) -> Minibatch:
-        """The next minibatch, without trajectories that are too old for the policy's `version`.
+        """Remove and return the next minibatch, without trajectories that are too old for the policy's `version`.
 
         Raises:
             IndexError: the buffer is empty.
@@ -67,10 +67,10 @@ class TrajectoryBuffer:
         self._minibatches.appendleft(replace(minibatch, lags=(), refused=()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything waiting, as flat arrays."""
+        """All waiting minibatches, as flat arrays."""
         return {
             "sizes": np.array([len(m.trajectories) for m in self._minibatches], dtype=np.int64),
-            "retries": self._minibatches[0].retries if self._minibatches else 0,  # the others were never taken
+            "retries": self._minibatches[0].retries if self._minibatches else 0,  # the others were never tried
             "columns": pack_trajectories([t for m in self._minibatches for t in m.trajectories]),
         }
 
@@ -80,13 +80,13 @@ class TrajectoryBuffer:
         self._minibatches = deque(
             Minibatch(trajectories=tuple(next(trajectories) for _ in range(int(size)))) for size in state["sizes"]
         )
-        retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
+        retries = int(state.get("retries", 0))  # missing in checkpoints of version 0.1
         if retries:
             self._minibatches[0] = replace(self._minibatches[0], retries=retries)
 
 
 def defect(trajectory: Trajectory) -> str:
-    """Why a trajectory cannot be trained on; empty when it can."""
+    """Why a trajectory cannot be trained on; '' if it can."""
     length = len(trajectory.response_ids)
     for name in ("behavior_logprobs", "versions", "response_mask"):
         if len(getattr(trajectory, name)) != length:
@@ -99,6 +99,6 @@ def defect(trajectory: Trajectory) -> str:
     sampled = trajectory.behavior_logprobs[trajectory.response_mask]
     if not np.isfinite(sampled).all():
         return f"{int((~np.isfinite(sampled)).sum())} behaviour log-probs are not finite"
-    if not abs(trajectory.reward) <= float(np.finfo(np.float32).max):  # NaN fails it too
+    if not abs(trajectory.reward) <= float(np.finfo(np.float32).max):  # NaN fails too
         return f"the reward is {trajectory.reward}"
     return ""

@@ -1,4 +1,4 @@
-"""ColocatedLoop: engines and trainer take turns on the same devices, each engine in its trainer's process or beside it.
+"""ColocatedLoop: engines and trainer take turns on the same devices, in one process or in a process each.
 
                                       a phase feeds several steps
 publish ──► generate ──► judge ──► admit ─────► take ──► train ──► settle ──► log
@@ -6,14 +6,14 @@ publish ──► generate ──► judge ──► admit ─────► ta
    │                   processes              bound)     and VCPO     │
    └──────────────── weights of the next version ◄────────────────────┘
 
-publish   weights of the present version go to the engine, when they are due        flow/publisher.py, sync/
+publish   the current version's weights go to the engine, if they are due           flow/publisher.py, sync/
 generate  prompts are drawn, and the engine samples responses                       rollout/, engines/
-judge     rewards; every rank then holds the same trajectories                      rollout/
-admit     what cannot be trained on is refused, the rest waits                      flow/buffer.py
-take      one step's trajectories, without those that have become too old           flow/buffer.py
+judge     rewards are computed; every rank gets the same trajectories               rollout/
+admit     trajectories that cannot be trained on are refused, the others wait       flow/buffer.py
+take      one step's trajectories, without those that are now too old               flow/buffer.py
 train     pack, score, forward and backward, rho, learning rate, optimizer step     flow/trainer.py, mcore/
-settle    the outcome moves the version, or keeps an overflowed minibatch           flow/loop.py
-log       one line                                                                  flow/journal.py
+settle    the outcome advances the version, or keeps an overflowed minibatch        flow/loop.py
+log       one line is written                                                       flow/journal.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_vcpo.rollout.sampler import PromptSampler
 from megatron_vcpo.rollout.stopping import describe_stops
 from megatron_vcpo.runtime import phases
 
-_SHOWN_REFUSALS = 3  # sentences at a time
+_SHOWN_REFUSALS = 3  # most refusals that are explained at a time
 
 
 class ColocatedLoop(Loop):
@@ -61,12 +61,12 @@ class ColocatedLoop(Loop):
             chat=rollout.chat_template,
         )
         self._rewards: dict[str, RewardPool | None] = {}
-        self._open = contextlib.ExitStack()  # what close() releases
+        self._open = contextlib.ExitStack()  # everything that close() must release
 
     # ------------------------------------------------------------------ one iteration
 
     def iteration(self, trainer: Trainer) -> None:
-        """See the picture above."""
+        """One optimizer step, with the parts shown in the module's picture."""
         if not self.buffer:
             if self.publisher.is_due(self.version):
                 self.publish()
@@ -80,12 +80,13 @@ class ColocatedLoop(Loop):
         self.log(minibatch, outcome)
 
     def publish(self) -> None:
-        """The engine gets the weights of the present version."""
+        """Send the engine the current version's weights."""
         with self.journal.timer("sync"):
             self.publisher.publish(self.version)
 
     def admit(self, phase: RolloutPhase, trainer: Trainer) -> None:
-        """Let what can be trained on wait for its step, and count the rest; write and check what was asked for."""
+        """Buffer a phase's usable trajectories and count the others; write samples and verify log-probs if asked
+        for."""
         self._count(phase)
         if self.config.rollout.router_replay == "training":
             phase.minibatches = self._with_trainer_routes(phase.minibatches, trainer)
@@ -98,18 +99,18 @@ class ColocatedLoop(Loop):
                 self._prove(phase, trainer)
 
     def take(self) -> Minibatch:
-        """The trajectories of the coming step."""
+        """The trajectories of the next step."""
         minibatch = self.buffer.take(self.version)
         self.journal.count("refused_stale", len(minibatch.refused))
         self._tell(minibatch.refused)
         return minibatch
 
     def put_back(self, minibatch: Minibatch) -> None:
-        """To the head of the buffer: no version has passed, so nothing has aged."""
+        """Return a minibatch to the head of the buffer; the version has not advanced, so nothing has aged."""
         self.buffer.put_back(minibatch)
 
     def evaluate(self) -> None:
-        """Held-out reward of the present version."""
+        """Measure the held-out reward of the current version, publishing it first if need be."""
         if self.engine.version != self.version:
             self.publish()
         assert self.inputs.eval_environment is not None
@@ -136,7 +137,7 @@ class ColocatedLoop(Loop):
         done, interval = self.args.curr_iteration + 1, self.config.rollout.eval_interval
         return bool(interval) and (done % interval == 0 or done == self.args.train_iters)
 
-    # ------------------------------------------------------------------ what an admission brings with it
+    # ------------------------------------------------------------------ parts of admit()
 
     def _count(self, phase: RolloutPhase) -> None:
         for name, seconds in phase.seconds.items():
@@ -190,7 +191,7 @@ class ColocatedLoop(Loop):
     # ------------------------------------------------------------------ start and end
 
     def start(self, *, model: list[Any], optimizer: Any) -> None:
-        """Build the engine, publish the first weights, and evaluate them where the run is new."""
+        """Build the engine, publish the first weights, and evaluate them if the run is new."""
         super().start(model=model, optimizer=optimizer)
         rollout = self.config.rollout
         self.journal.say(f"a response ends at {describe_stops(rollout, self.inputs.tokenizer)}")
@@ -231,7 +232,7 @@ class ColocatedLoop(Loop):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Version, counters, the prompts' cursor and the trajectories that wait."""
+        """Version, counters, the prompts' cursor and the waiting trajectories."""
         return {
             **super().state_dict(),
             "task": self._task,
@@ -245,10 +246,10 @@ class ColocatedLoop(Loop):
         return f"{rollout.environment} {rollout.environment_config} {rollout.prompts or ''}".strip()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; the engine has no weights then, so the first act is a publication.
+        """Load a saved state. The engine has no weights yet, so a publication comes first.
 
         Raises:
-            ConfigError: the state is of another task: its waiting trajectories were judged by other rewards.
+            ConfigError: the state is of another task, so its waiting trajectories were judged by other rewards.
         """
         if state["task"] != self._task:
             raise ConfigError(

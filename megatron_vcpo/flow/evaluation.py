@@ -24,7 +24,7 @@ EVALUATION_SEED = 0x5EED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Means over all held-out responses that could be judged; NaN when none could."""
+    """Means over all held-out responses that could be judged; NaN if none could."""
 
     reward: float
     length: float  # tokens
@@ -32,7 +32,7 @@ class Evaluation:
     rejected: int
 
     def metrics(self) -> dict[str, float]:
-        """As they are logged."""
+        """The means by the names under which they are logged."""
         return {
             "eval/reward": self.reward,
             "eval/length": self.length,
@@ -53,10 +53,10 @@ def evaluate(
     place: EnginePlace,
     device: torch.device,
 ) -> Evaluation:
-    """The first --rollout-eval-num-prompts held-out prompts, --rollout-eval-samples responses each; on all ranks.
+    """Evaluate --rollout-eval-samples responses to each of the first --rollout-eval-num-prompts held-out prompts.
 
-    The same prompts and seeds each time, so that two evaluations differ by the weights alone. A prompt that is too long
-    and a reward that fails are left out and counted.
+    Collective over all ranks. Prompts and seeds are the same each time, so two evaluations differ only by the weights.
+    Prompts that are too long and rewards that fail are left out and counted.
     """
     prompts = [
         draw_prompt(environment, i)

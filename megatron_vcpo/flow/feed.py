@@ -1,4 +1,4 @@
-"""TrajectoryFeed: the data iterator that Megatron's loop sees."""
+"""TrajectoryFeed: the data iterator for Megatron's loop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megatron_vcpo.mcore.packing import MicroBatch
 
 
 class TrajectoryFeed:
-    """One for each model chunk: it hands out what the step has packed.
+    """Hands out the micro-batches that the step has packed; one feed for each model chunk.
 
     Args:
-        state: what a resumed run continues from, or None where another rank saves it.
+        state: returns the state for a resumed run, or None if another rank saves it.
     """
 
     def __init__(self, state: Callable[[], dict[str, Any] | None]) -> None:
@@ -20,7 +20,7 @@ class TrajectoryFeed:
         self._micro_batches: Iterator[MicroBatch] = iter(())
 
     def fill(self, micro_batches: Iterator[MicroBatch]) -> None:
-        """Take the micro-batches of one pass."""
+        """Set the micro-batches of one pass."""
         self._micro_batches = micro_batches
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -30,5 +30,5 @@ class TrajectoryFeed:
         return next(self._micro_batches)
 
     def save_state(self) -> dict[str, Any] | None:
-        """The state; Megatron writes it beside the checkpoint of the same iteration."""
+        """The state, which Megatron writes beside the checkpoint of the same iteration."""
         return self._state()

@@ -1,4 +1,4 @@
-"""Journal: what a run counts, times and logs."""
+"""Journal: counts, times and logs a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RENAMED = {"pg_loss": "loss", "mismatch_k3": "mismatch_kl"}
 
 
 class Journal:
-    """Counters that live as long as the run, the seconds of an iteration's phases, and one line for each iteration."""
+    """Counters over the whole run, the seconds of each iteration's phases, and one line for each iteration."""
 
     def __init__(self, args: argparse.Namespace, run_dir: Path) -> None:
         """Args: Megatron's arguments; the folder of metrics.jsonl."""
@@ -34,10 +34,10 @@ class Journal:
         self._trackers: Trackers | None = None
 
     def open(self) -> None:
-        """Open the logs; on all ranks, after a saved state was loaded.
+        """Open the logs. Call it on all ranks, after a saved state has been loaded.
 
         Raises:
-            MetricsFileError: on all ranks, where the first one cannot go on with metrics.jsonl.
+            MetricsFileError: on all ranks, if the first one cannot continue metrics.jsonl.
         """
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
@@ -56,12 +56,12 @@ class Journal:
         self._trackers = Trackers(get_tensorboard_writer(), get_wandb_writer())
 
     def count(self, name: str, amount: float) -> None:
-        """Add to a counter."""
+        """Add to a counter of the run."""
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the body to a phase of this iteration."""
+        """Add the duration of the body to a phase of this iteration."""
         started = time.perf_counter()
         try:
             yield
@@ -69,20 +69,20 @@ class Journal:
             self.add_seconds(phase, time.perf_counter() - started)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Add to a phase of this iteration."""
+        """Add seconds to a phase of this iteration."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Metrics of this iteration beside its step's own."""
+        """Add metrics to this iteration's record, besides its step's own."""
         self._values |= values
 
     def say(self, sentence: str) -> None:
-        """Tell the person, once over all ranks."""
+        """Print a sentence for the user, on one rank only."""
         if self.args.rank == 0:
             print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)
 
     def write(self, record: Mapping[str, float]) -> None:
-        """One iteration to metrics.jsonl, the console and Megatron's writers, with what was added and timed in it."""
+        """Write an iteration's metrics and times to metrics.jsonl, the console and Megatron's writers."""
         timed = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         counted = {f"count/{name}": value for name, value in self.counters.items()}
         whole = {**record, **self._values, **counted, **timed}
@@ -96,7 +96,7 @@ class Journal:
 
 
 def step_record(minibatch: Minibatch, outcome: StepOutcome) -> dict[str, float]:
-    """What a step's line says of its minibatch and of what became of it."""
+    """The metrics of a step: those of its minibatch and its outcome."""
     trained = [t for i, t in enumerate(minibatch.trajectories) if i not in outcome.excluded]
     rewards = np.array([t.reward for t in trained], dtype=np.float64)
     record: dict[str, float] = {"lag_mean": minibatch.lag_mean, "lag_max": minibatch.lag_max}

@@ -1,4 +1,4 @@
-"""Loop: what every loop over optimizer steps shares, wherever its minibatches come from."""
+"""Loop: what all loops over optimizer steps share, whatever the source of their minibatches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _COUNTED = ("nonfinite_trajectories", "baseline_fallbacks", "vetoed")  # metrics
 
 
 class Loop:
-    """Drives one optimizer step after the other; everything in it runs alike on every rank.
+    """Drives one optimizer step after the other; every rank does the same.
 
-    `iteration` is a subclass's; `settle` decides what a step's outcome changes.
+    Subclasses define `iteration`; `settle` decides what a step's outcome changes.
     """
 
     def __init__(self, args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> None:
-        """Args: Megatron's checked arguments, the plugin's, and what was opened before the start."""
+        """Args: Megatron's validated arguments, the plugin's, and what was opened before the start."""
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         self.args = args
@@ -32,25 +32,25 @@ class Loop:
         self.inputs = inputs
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.run_dir = Path(str(config.rollout.run_dir or args.save))  # set by now: launch/folder_lock.py
-        self.version = 0  # optimizer steps that changed the weights
+        self.version = 0  # number of optimizer steps that changed the weights
         self.journal = Journal(args, self.run_dir)
 
-    # ------------------------------------------------------------------ what a subclass has
+    # ------------------------------------------------------------------ for subclasses
 
     def start(self, *, model: list[Any], optimizer: Any) -> None:
-        """Open the logs; called once, before the first step, after a saved state was loaded."""
+        """Open the logs. Called once, after a saved state was loaded and before the first step."""
         self.journal.open()
 
     def iteration(self, trainer: Trainer) -> None:
-        """One optimizer step, with all that comes before and after it."""
+        """One optimizer step, with everything before and after it."""
         raise NotImplementedError
 
     def put_back(self, minibatch: Minibatch) -> None:
-        """Make a minibatch that was just taken the next one again; a saved state keeps it."""
+        """Make the minibatch that was just taken the next one again; a saved state keeps it."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what start() took; safe to call twice."""
+        """Release what start() acquired; safe to call twice."""
 
     # ------------------------------------------------------------------ parts of an iteration
 
@@ -63,7 +63,7 @@ class Loop:
         return outcome
 
     def settle(self, minibatch: Minibatch, outcome: StepOutcome) -> None:
-        """Move the version, or keep the minibatch of an overflow for another try; count what happened."""
+        """Advance the version, or keep the minibatch of an overflow for another try; update the counters."""
         if outcome.trained:
             self.version += 1
         else:
@@ -79,7 +79,7 @@ class Loop:
         self.journal.write(self.record(minibatch, outcome))
 
     def record(self, minibatch: Minibatch, outcome: StepOutcome) -> dict[str, float]:
-        """What the line says."""
+        """The metrics of the iteration's line."""
         place = {
             "iteration": int(self.args.curr_iteration) + 1,
             "train_iters": int(self.args.train_iters),
@@ -94,6 +94,6 @@ class Loop:
         return {"version": self.version, "counters": dict(self.journal.counters)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; before start()."""
+        """Load a saved state. Call it before start()."""
         self.version = int(state["version"])
         self.journal.counters = {name: float(value) for name, value in state["counters"].items()}

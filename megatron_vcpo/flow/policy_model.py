@@ -1,5 +1,4 @@
-"""What the policy is, in the words of both sides: read from Megatron's arguments and model, checked against
-config.json."""
+"""The description of the policy: read from Megatron's arguments and model, checked against config.json."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ from megatron_vcpo.rollout.inputs import Inputs
 def model_description(
     args: argparse.Namespace, config: PluginConfig, inputs: Inputs, model_chunks: Sequence[nn.Module]
 ) -> ModelDescription:
-    """Family and sizes of the model that was built, its rotary frequencies checked.
+    """Family and sizes of the model that was built; also checks its rotary frequencies.
 
     Raises:
-        CheckpointError: no family fits, or --vcpo-load-hf is another model; the flags to change are named.
+        CheckpointError: the model belongs to no family, or --vcpo-load-hf is another model; names the flags to change.
     """
     transformer = unwrap(model_chunks[0]).config
     facts = ModelFacts.from_args(args, inputs.vocab_size)
@@ -37,7 +36,7 @@ def model_description(
 
 
 def padded_vocab_size(model_chunks: Sequence[nn.Module], tied_embeddings: bool) -> int:
-    """Rows of the embedding over all tensor-parallel ranks, padding included; a collective over all processes."""
+    """Rows of the embedding over all tensor-parallel ranks, padding included; collective over all processes."""
     rows = 0
     for chunk in map(unwrap, model_chunks):
         if getattr(chunk, "embedding", None) is not None:

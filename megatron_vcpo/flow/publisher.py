@@ -1,4 +1,4 @@
-"""Publisher: weights from the trainer to the engine when they are due, and the proof that they arrived."""
+"""Publisher: sends the trainer's weights to the engine when they are due, and proves that they arrived."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megatron_vcpo.sync.receiver import WeightReceiver
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from megatron_vcpo.sync.verify import compare_logprobs
 
-_VERIFIED_TRAJECTORIES = 32  # compared with the trainer after a verified publication
+_VERIFIED_TRAJECTORIES = 32  # number of trajectories to compare after a verified publication
 
 
 class Publisher:
-    """Publishes on all ranks together.
+    """Publishes weights; all ranks take part.
 
     Args:
         synchronizer: moves the weights.
-        receiver: what they are published to.
+        receiver: what the weights are published to.
         config: when to publish, and which publications are verified.
         tolerance: largest mean absolute difference of log-probs after a verified publication, in nats.
-        journal: takes the seconds, and what there is to say.
+        journal: for the seconds and messages.
         model: Megatron's list of model chunks.
-        stale_replicas: the optimizer, where parameters are only gathered before the next forward pass
+        stale_replicas: the optimizer, if parameters are gathered only before the next forward pass
             (--overlap-param-gather); else None.
     """
 
@@ -52,15 +52,16 @@ class Publisher:
         self._model = model
         self._stale_replicas = stale_replicas
         self._published = 0
-        self._unproven = False  # the last verified publication's log-probs are still to be compared
+        self._unproven = False  # log-probs have not been compared since the last verified publication
 
     def is_due(self, version: int) -> bool:
-        """Whether the engine's weights are too old to generate with under the policy's version."""
+        """Whether the engine's weights are too old to generate for the policy's version."""
         held = self.receiver.version
         return held is None or version - held >= self._config.interval
 
     def publish(self, version: int) -> None:
-        """Replace the engine's weights by the trainer's and name them `version`. Raises SyncError on every rank."""
+        """Replace the engine's weights by the trainer's and give them the number `version`. Raises SyncError on every
+        rank."""
         from megatron.training import training
 
         phases.enter("publish weights")
@@ -77,14 +78,14 @@ class Publisher:
             )
 
     def needs_proof(self, version: int) -> bool:
-        """Whether what the engine samples now is to be compared with the trainer: only where both are of `version`."""
+        """Whether the engine's samples must be compared with the trainer; only if both have weights of `version`."""
         return self._unproven and self.receiver.version == version
 
     def prove(self, trajectories: Sequence[Trajectory], trainer: Trainer) -> bool:
-        """Compare the engine's log-probs with the trainer's on what was just sampled; False where nothing was.
+        """Compare the engine's log-probs with the trainer's on the responses just sampled; False if there are none.
 
         Raises:
-            SyncError: on every rank; they differ by more than rounding explains.
+            SyncError: on every rank, if they differ by more than rounding explains.
         """
         probe = [t for t in trajectories if len(t.response_ids)][:_VERIFIED_TRAJECTORIES]
         if not probe:

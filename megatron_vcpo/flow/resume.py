@@ -1,4 +1,4 @@
-"""What is saved beside Megatron's checkpoint: the loop's state, the weights of the KL reference, the model's files."""
+"""What is saved besides Megatron's checkpoint: the loop's state, the KL reference's weights, the model's files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.runtime.agreement import raise_together
 from megatron_vcpo.runtime.files import replacing
 
-_CRC = "crc32"  # key in the header of a safetensors file
+_CRC = "crc32"  # key of the checksum in a safetensors file's header
 
 
 def load_loop_state(args: argparse.Namespace) -> dict[str, Any]:
-    """The loop's state of the iteration that was loaded.
+    """The loop's saved state of the iteration that was loaded.
 
     Raises:
         ConfigError: the file is missing or belongs to another iteration.
@@ -47,7 +47,8 @@ def load_loop_state(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _state_path(args: argparse.Namespace) -> Path:
-    """Megatron names the file by whether the run that saved it had pipeline stages; its contents know no layout."""
+    """The file's name depends on whether the run that saved it had pipeline stages; its contents do not depend on the
+    layout."""
     from megatron.training.checkpointing import get_checkpoint_name
 
     staged = args.pipeline_model_parallel_size > 1
@@ -69,7 +70,7 @@ def _state_path(args: argparse.Namespace) -> Path:
 
 
 def as_tensors(state: Any) -> Any:
-    """A state with its numpy arrays as tensors, so that it loads without unpickling code."""
+    """A state with its numpy arrays as tensors, so that it can be loaded without unpickling arbitrary objects."""
     if isinstance(state, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(state))
     if isinstance(state, dict):
@@ -80,7 +81,7 @@ def as_tensors(state: Any) -> Any:
 
 
 def as_arrays(state: Any) -> Any:
-    """The reverse of `as_tensors`."""
+    """The inverse of `as_tensors`."""
     if isinstance(state, torch.Tensor):
         return state.numpy()
     if isinstance(state, dict):
@@ -91,10 +92,10 @@ def as_arrays(state: Any) -> Any:
 
 
 def save_model_files(args: argparse.Namespace, transformer_config: Any, files: ModelFiles) -> None:
-    """Write what belongs to the model beside its weights into --save, for the converters and a later --load.
+    """Write what belongs to the model besides its weights into --save, for the converters and a later --load.
 
     Raises:
-        CheckpointError, OSError: on every rank; the folder cannot be written.
+        CheckpointError, OSError: on every rank, if the folder cannot be written.
     """
     failure: Exception | None = None
     if args.rank == 0:
@@ -107,7 +108,7 @@ def save_model_files(args: argparse.Namespace, transformer_config: Any, files: M
 
 
 def reference_path(args: argparse.Namespace, checkpoints: str) -> Path:
-    """File of this rank's shard of the KL reference, beside the checkpoints of a folder."""
+    """The file with this rank's shard of the KL reference, in the folder `checkpoints`."""
     folder = Path(checkpoints) / "kl_reference"
     layout = (
         f"tp{args.tensor_model_parallel_size}_pp{args.pipeline_model_parallel_size}_ep{args.expert_model_parallel_size}"
@@ -116,7 +117,7 @@ def reference_path(args: argparse.Namespace, checkpoints: str) -> Path:
 
 
 def save_reference(reference: ReferencePolicy, path: Path) -> None:
-    """Write the reference once, at iteration 0; a file that is there already was written by the same start."""
+    """Write the reference, once, at iteration 0; a file that exists already holds the same weights."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: value.contiguous() for name, value in reference.state_dict().items()}
     with replacing(path) as partial:
@@ -127,7 +128,7 @@ def load_reference(reference: ReferencePolicy, path: Path) -> None:
     """Read the reference that iteration 0 wrote.
 
     Raises:
-        ConfigError: on every rank; the file is missing, damaged, or was written under another layout.
+        ConfigError: on every rank; the file is missing, damaged, or from another layout.
     """
     failure: ConfigError | None = None
     try:
@@ -138,7 +139,7 @@ def load_reference(reference: ReferencePolicy, path: Path) -> None:
 
 
 def _crc(state: dict[str, torch.Tensor]) -> str:
-    """CRC-32 of names, types, shapes and values."""
+    """CRC-32 of names, dtypes, shapes and values."""
     crc = 0
     for name, tensor in sorted(state.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
@@ -154,9 +155,9 @@ def _read_reference(reference: ReferencePolicy, path: Path) -> None:
         )
     try:
         with safe_open(path, framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
             noted = (file.metadata() or {}).get(_CRC)
-        if noted not in (None, _crc(state)):  # files of earlier versions carry none
+        if noted not in (None, _crc(state)):  # files of earlier versions have none
             raise ValueError(f"its checksum is {_crc(state)}, and {noted} was noted when it was saved")
         reference.load_state_dict(state)
     except (OSError, SafetensorError, ValueError) as error:

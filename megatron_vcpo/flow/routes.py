@@ -1,4 +1,4 @@
-"""Routing replay between a rollout phase and the buffer: routes of the trainer's own, and what replay is worth."""
+"""Routing replay before the buffer: the trainer's own routes, and how much replay reduces the mismatch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def with_trainer_routes(
     num_experts: int,
     device: torch.device,
 ) -> list[list[Trajectory]]:
-    """The same trajectories with the routes that the trainer's routers choose now; collective over all ranks.
+    """The trajectories with the routes that the trainer's routers choose now; collective over all ranks.
 
     For --rollout-router-replay training (R2): one forward-only pass when a phase's trajectories arrive, so that all
-    steps they feed route them as the policy did that began with them.
+    steps route them as the policy did at that time.
     """
     trajectories = [t for minibatch in minibatches for t in minibatch]
     if not trajectories:
@@ -54,19 +54,19 @@ def mismatch_with_and_without(
     forward_backward: ForwardBackward,
     device: torch.device,
 ) -> dict[str, float]:
-    """Mismatch of trainer and engine with replay and with every router for itself; equal on every rank.
+    """Mismatch of trainer and engine, with replay and with the routers' own choice; equal on every rank.
 
     Two forward-only passes, collective over all ranks.
 
     Args:
-        trajectories: the engine made them with the trainer's present weights.
+        trajectories: sampled by the engine with the trainer's current weights.
         step: scores them.
         model: Megatron's list of model chunks.
         forward_backward: Megatron's schedule.
-        device: for the one reduction.
+        device: for the reduction.
 
     Returns:
-        mismatch_abs_replay, mismatch_abs_no_replay: mean distance of log-probs, nats a token;
+        mismatch_abs_replay, mismatch_abs_no_replay: mean absolute difference of log-probs, nats a token;
         mismatch_kl_replay, mismatch_kl_no_replay: KL by the estimator k3, nats a token.
     """
     if not trajectories:
@@ -75,12 +75,12 @@ def mismatch_with_and_without(
     replayed = step.logprobs_of(trajectories, model=model, forward_backward=forward_backward)
     with step.replay.suspended():
         alone = step.logprobs_of(trajectories, model=model, forward_backward=forward_backward)
-    sums = torch.zeros(2, 3, dtype=torch.float64, device=device)  # with, without: distance, k3, tokens
+    sums = torch.zeros(2, 3, dtype=torch.float64, device=device)  # rows: with, without; columns: distance, k3, tokens
     for place, values in enumerate((replayed, alone)):
         for index, logprobs in values.items():
             sums[place] += _mismatch(logprobs, trajectories[index]).to(device)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(sums)  # a tensor-parallel rank repeats another's trajectories: no mean changes
+        dist.all_reduce(sums)  # tensor-parallel ranks repeat the same trajectories, which changes no mean
     means = (sums[:, :2] / sums[:, 2:].clamp(min=1.0)).tolist()
     return {
         f"mismatch_{kind}_{name}": means[place][column]
@@ -90,7 +90,7 @@ def mismatch_with_and_without(
 
 
 def _mismatch(policy: Float32Array, trajectory: Trajectory) -> torch.Tensor:
-    """Sums over a trajectory's sampled tokens: [distance, k3, tokens]."""
+    """Sums over a trajectory's sampled tokens: [absolute difference, k3, tokens]."""
     mask = trajectory.response_mask
     ours, theirs = (torch.from_numpy(x[mask]).double() for x in (policy, trajectory.behavior_logprobs))
     k3 = kl_estimate(theirs, ours, "k3")

@@ -1,4 +1,5 @@
-"""SupervisedLoop: the environment's answers in place of rollouts, with the same step, packing and checkpoint."""
+"""SupervisedLoop: trains on the environment's answers instead of rollouts, with the same step, packing and
+checkpoint."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ def supervised_loss(inputs: LossInputs) -> LossOutputs:
 
 
 class SupervisedLoop(Loop):
-    """Feeds a step with answers of the environment, in order; a resumed run goes on where the saved one stood."""
+    """Trains on the environment's answers, in order; a resumed run continues where the saved one stopped."""
 
     def __init__(self, args: argparse.Namespace, config: PluginConfig, inputs: Inputs) -> None:
         super().__init__(args, config, inputs)
-        self._next = 0  # index of the next answer that no step has been given
+        self._next = 0  # index of the next answer
         self._put_back: Minibatch | None = None
         self._count = config.rollout.prompts_per_step * config.rollout.responses_per_prompt
 
@@ -46,14 +47,14 @@ class SupervisedLoop(Loop):
         self.log(minibatch, outcome)
 
     def take(self) -> Minibatch:
-        """The next answers, the same on every rank."""
+        """The next minibatch of answers, the same on every rank."""
         minibatch, self._put_back = self._put_back, None
         if minibatch is None:
             minibatch = self._answers(retries=0)
         return minibatch
 
     def put_back(self, minibatch: Minibatch) -> None:
-        """Give the same answers once more."""
+        """Make the same answers the next ones again."""
         self._put_back = minibatch
 
     def _answers(self, *, retries: int) -> Minibatch:
@@ -85,11 +86,12 @@ class SupervisedLoop(Loop):
         )
 
     def record(self, minibatch: Minibatch, outcome: StepOutcome) -> dict[str, float]:
-        """An imitated answer was not sampled: rewards, weights and ages mean nothing."""
+        """The metrics of the line, without rewards, weights and ages, which mean nothing for answers that were not
+        sampled."""
         return {name: value for name, value in super().record(minibatch, outcome).items() if name in _KEPT}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the answers stand: those that were put back are the next ones."""
+        """The position in the answers; those that were put back come next."""
         waiting = self._put_back
         return {
             **super().state_dict(),
@@ -98,9 +100,9 @@ class SupervisedLoop(Loop):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved position."""
         super().load_state_dict(state)
         self._next = int(state["next"])
-        retries = int(state.get("retries", 0))  # a checkpoint of version 0.1 has none
+        retries = int(state.get("retries", 0))  # missing in checkpoints of version 0.1
         if retries:
             self._put_back = self._answers(retries=retries)

@@ -1,4 +1,4 @@
-"""The policy as a loop sees it in one iteration: it trains on a minibatch, and scores trajectories."""
+"""The policy's interface for a loop: train on a minibatch, score trajectories."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_vcpo.runtime import phases
 
 
 class Trainer(Protocol):
-    """What a loop asks of whoever holds the policy."""
+    """What a loop needs of the policy in one iteration."""
 
     step: PolicyStep
     model: list[Any]
     forward_backward: Callable[..., list[Any]]
 
     def train(self, minibatch: Minibatch) -> StepOutcome:
-        """Take one optimizer step, whose outcome is never REPEAT."""
+        """Make one optimizer step; its outcome is never REPEAT."""
 
     def logprobs_of(self, trajectories: Sequence[Trajectory]) -> dict[int, Float32Array]:
         """See `PolicyStep.logprobs_of`."""
@@ -33,11 +33,11 @@ class MegatronTrainer:
     """One call of Megatron's train_step.
 
     Args:
-        step: the plugin's part of it.
-        feeds: what Megatron takes its micro-batches from, one for each model chunk.
+        step: the plugin's part of the call.
+        feeds: the iterators from which Megatron takes micro-batches, one for each model chunk.
         train_step: Megatron's own function.
         call: the arguments that Megatron called it with.
-        journal: counts and tells of a step that is made again.
+        journal: counts and reports repeated steps.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MegatronTrainer:
         return self.step.logprobs_of(trajectories, model=self.model, forward_backward=self.forward_backward)
 
     def train(self, minibatch: Minibatch) -> StepOutcome:
-        """See `Trainer.train`: attempts follow each other until no further trajectory has to be left out."""
+        """See `Trainer.train`: repeats the step until no further trajectory has to be left out."""
         while True:
             outcome = self._attempt(minibatch)
             if outcome.verdict is not Verdict.REPEAT:
@@ -80,7 +80,7 @@ class MegatronTrainer:
         step.begin(minibatch.trajectories, model=self.model, forward_backward=schedule, lag=minibatch.lag_max)
         for feed in self._feeds:
             feed.fill(step.data_iterator())
-        # Megatron's own calculator stays at the nominal number: train() asserts that it never falls.
+        # Megatron's own calculator keeps the nominal number, because train() asserts that it never falls.
         actual = {
             "num_microbatches": step.num_micro_batches,
             "seq_length": step.sequence_length,
