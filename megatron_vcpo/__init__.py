@@ -5,10 +5,6 @@
 
 from typing import Any
 
-from megatron_vcpo.patches import modelopt_without_vllm
-
-modelopt_without_vllm.apply()  # here, since it has to come before any import of Megatron
-
 __version__ = "0.1.0"
 __all__ = ["__version__", "register"]
 

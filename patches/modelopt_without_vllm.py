@@ -4,6 +4,9 @@ an engine library that is loaded before the trainer has set up its devices and p
 Versions: megatron-core 0.19.2 (training/checkpointing.py), nvidia-modelopt 0.47.0 (torch/quantization/plugins). Its
 plugin for vLLM quantizes a model inside the engine, which nothing here does. No longer needed when
 `tests/patches/test_modelopt_without_vllm.py::test_modelopt_alone_still_imports_vllm` fails.
+
+Only megatron.training imports modelopt by itself, megatron.core does not. So a room whose modules import
+megatron.training or modelopt applies this in its `__init__`, which runs before any of them.
 """
 
 from __future__ import annotations

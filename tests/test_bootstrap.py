@@ -1,8 +1,7 @@
-"""tools/bootstrap.sh, the Makefile and setup.py, with fake interpreters: nothing is downloaded."""
+"""tools/bootstrap.sh and the Makefile, with fake interpreters: nothing is downloaded."""
 
 from __future__ import annotations
 
-import configparser
 import os
 import shutil
 import signal
@@ -370,29 +369,3 @@ def test_every_pin_is_exact() -> None:
             if line.strip() and not line.startswith("#"):
                 (specifier,) = Requirement(line).specifier
                 assert specifier.operator == "==", line
-
-
-def test_setup_py_names_version_packages_and_extras(tmp_path: Path) -> None:
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
-        shutil.copy(REPOSITORY / name, tmp_path / name)
-    for package in ("megatron_vcpo", "megatron_vcpo/sync", "patches", "tests"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-
-    def setup(*arguments: str) -> str:
-        command = [sys.executable, "setup.py", "--quiet", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
-
-    assert setup("--version") == "0.1.0"
-    setup("egg_info")
-    info = tmp_path / "megatron_vcpo.egg-info"
-    assert (info / "top_level.txt").read_text().split() == ["megatron_vcpo", "patches"]
-    requirements = configparser.ConfigParser(allow_no_value=True, delimiters=("\0",))
-    requirements.read_string("[core]\n" + (info / "requires.txt").read_text())
-    extras = {
-        section: {Requirement(line).name for line in requirements[section]} for section in requirements.sections()
-    }
-    assert set(extras) == {"core", "cpu", "gpu", "modelopt", "wandb", "test"}
-    assert {"megatron-core", "torch", "psutil", "math-verify"} <= extras["core"]
-    assert extras["gpu"] == {"vllm", "transformer-engine"}
-    assert not any("apex" in names for names in extras.values())

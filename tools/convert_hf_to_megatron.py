@@ -1,44 +1,13 @@
 #!/usr/bin/env python3
 """Hugging Face checkpoint -> Megatron's torch_dist format: tools/convert_hf_to_megatron.py SOURCE TARGET [--help]."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 # Run by its path, a script sees only its own folder, and the package is not installed in the CPU environment.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_vcpo.checkpoint.convert.warnings import be_quiet
-from megatron_vcpo.patches import megatron_cpu
-
-_EPILOG = """\
-TARGET then loads with --load TARGET on any layout, at iteration 0 and without optimizer state. Megatron's flags for
-the model are printed and stand in TARGET/megatron_flags.sh as bash arrays:
-
-    source TARGET/megatron_flags.sh
-    torchrun ... "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${LOAD_ARGS[@]}" ...
-
-While it runs, everything is in TARGET.partial; after an interruption the same command goes on there.
-"""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, 1 after one sentence on stderr, 130 when interrupted."""
-    be_quiet()
-    megatron_cpu.install()
-    from megatron_vcpo.checkpoint.convert import command as convert_command
-
-    parser = convert_command.conversion_parser(
-        "Convert a Hugging Face checkpoint to Megatron's torch_dist format, one tensor in memory at a time.",
-        "folder with config.json and safetensors files",
-        "folder to be made, for --load",
-        _EPILOG,
-    )
-    options = parser.parse_args(arguments)
-    return convert_command.run("convert_hf_to_megatron", convert_command.hf_to_megatron, options)
-
+from megatron_vcpo.commands.convert_hf_to_megatron import main
 
 if __name__ == "__main__":
     sys.exit(main())

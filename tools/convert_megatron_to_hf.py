@@ -1,49 +1,13 @@
 #!/usr/bin/env python3
 """Megatron's torch_dist checkpoint -> Hugging Face: tools/convert_megatron_to_hf.py SOURCE TARGET [--help]."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 # Run by its path, a script sees only its own folder, and the package is not installed in the CPU environment.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_vcpo.checkpoint.convert.warnings import be_quiet
-from megatron_vcpo.patches import megatron_cpu
-
-_EPILOG = """\
-SOURCE is what training wrote, from any layout; optimizer state is left out. While it runs, everything is in
-TARGET.partial; after an interruption the same command goes on there.
-"""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, 1 after one sentence on stderr, 130 when interrupted."""
-    be_quiet()
-    megatron_cpu.install()
-    from megatron_vcpo.checkpoint.convert import command as convert_command
-
-    parser = convert_command.conversion_parser(
-        "Convert a distributed checkpoint that training saved to Hugging Face, one output file in memory at a time.",
-        "folder that was given to --save, or one iteration's folder in it",
-        "folder to be made",
-        _EPILOG,
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="iteration to take (default: the latest)")
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="copy this folder's tokenizer beside the model (default: the one that stands beside SOURCE)",
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="true vocabulary, where the checkpoint knows only the padded one"
-    )
-    options = parser.parse_args(arguments)
-    return convert_command.run("convert_megatron_to_hf", convert_command.megatron_to_hf, options)
-
+from megatron_vcpo.commands.convert_megatron_to_hf import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,7 +26,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_COPIED = ("megatron_vcpo", "patches", "tests", "tools", "examples", "benchmarks", "docs", "pyproject.toml", "setup.py")
+_COPIED = (
+    *("megatron_vcpo", "patches", "tests", "tools", "examples", "benchmarks", "docs"),
+    *("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CONTRIBUTING.md", "LICENSE"),
+)
 _COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -54,7 +57,9 @@ def main() -> int:
         for name in _COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+                # megatron_vcpo/patches stays a link: else a mutant of patches/ would not be what is imported.
+                ignore = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, Path(folder) / name, symlinks=True, ignore=ignore)
             elif source.exists():
                 shutil.copy(source, folder)
         return _try_all(args, Path(folder))

@@ -10,3 +10,7 @@ partial_folder      an output folder that appears only when it is complete, and 
 convert/            the converters and the verifier
 quantize/           checkpoints for quantized engines
 """
+
+from megatron_vcpo.patches import modelopt_without_vllm
+
+modelopt_without_vllm.apply()

@@ -81,8 +81,8 @@ class RolloutConfig:
     """Data type of the engine's weights and activations; auto follows the trainer's."""
 
     engine_quantization: str | None = None
-    """Folder that tools/quantize_for_rollout.py wrote (FP8 or INT8): the engine computes in its format, and every new
-    set of weights is quantized like it on the way."""
+    """Folder that vcpo-quantize-for-rollout wrote (FP8 or INT8; in a checkout, tools/quantize_for_rollout.py): the
+    engine computes in its format, and every new set of weights is quantized like it on the way."""
 
     engine_tensor_parallel_size: int = 1
     """Tensor-parallel ranks of one engine; must divide the number of processes."""
@@ -124,7 +124,7 @@ class RolloutConfig:
 
     save_batch: int = 0
     """Trajectories of each rollout phase written with all that they carry to <run folder>/trajectories/, for
-    tools/mismatch_report.py; 0 is off."""
+    vcpo-mismatch-report (in a checkout, tools/mismatch_report.py); 0 is off."""
 
     run_dir: str | None = None
     """Folder for metrics.jsonl, samples, pictures and what an engine logs when it fails. Default: --save, or

@@ -1,4 +1,4 @@
-"""Complete trajectories of a rollout phase in a file, which tools/mismatch_report.py reads."""
+"""Complete trajectories of a rollout phase in a file, which the mismatch report reads."""
 
 from __future__ import annotations
 

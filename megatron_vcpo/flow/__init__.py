@@ -9,3 +9,7 @@ trainer      one call of Megatron's train_step; feed: the iterator from which Me
 routes       the trainer's own routes for replay, and the mismatch with and without replay
 evaluation, journal (metrics), resume (saved state), policy_model (the model's description)
 """
+
+from megatron_vcpo.patches import modelopt_without_vllm
+
+modelopt_without_vllm.apply()

@@ -251,6 +251,10 @@ def parse(adjust: Callable[[PluginConfig], None] | None = None) -> tuple[argpars
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         # The generated usage, printed before every complaint of argparse, is a thousand flags long.
         parser.usage = "%(prog)s <Megatron's flags> --vcpo-... --rollout-... --sync-... (--help explains each)"
+        parser.epilog = (
+            "Without torchrun, a job of one process. For N on this machine: torchrun --nproc-per-node N -m "
+            "megatron_vcpo.train FLAGS, or -m megatron_vcpo.supervised."
+        )
         return add_vcpo_args(parser)
 
     _refuse_undecodable(sys.argv[1:])

@@ -4,8 +4,8 @@ The minibatch loss is, over N trajectories i with response tokens t,
 
     -(1/N) sum_i k_i sum_t [ S(p_it, A_i) - kl_coefficient * KL_it + entropy_coefficient * H_it ]
 
-with A_i = (R_i - b_i) * scale_i (or what --vcpo-advantages gives), k_i set by the aggregation, and S = a * A_i * p_it for
-weight corrections (the gradient is then the estimator of arXiv 2602.17616) or the clipped ratio times A_i for the
+with A_i = (R_i - b_i) * scale_i (or what --vcpo-advantages gives), k_i set by the aggregation, and S = a * A_i * p_it
+for weight corrections (the gradient is then the estimator of arXiv 2602.17616) or the clipped ratio times A_i for the
 others. KL and entropy are terms of their own, never multiplied by the advantage.
 """
 

@@ -26,13 +26,13 @@ from megatron_vcpo.checkpoint.quantize.calibrate import (
     _tokenizer,
 )
 from megatron_vcpo.checkpoint.quantize.recipe import QuantizationRecipe, is_quantized
+from megatron_vcpo.commands import quantize_for_rollout
 from megatron_vcpo.engines.protocol import EngineError, GenerationRequest, Sampling
 from megatron_vcpo.engines.quantized import QuantizedEngine
 from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.patches import vllm_cpu_int8_saturation
 from tests.oracle import tiny_models
-from tools import quantize_for_rollout
 
 FORMATS = ("int8", "fp8")
 LARGEST = {"int8": 127.0, "fp8": 448.0}

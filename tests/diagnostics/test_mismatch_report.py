@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_vcpo.commands import mismatch_report
 from megatron_vcpo.data.saved_batch import Origin, save_batch
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.patches import megatron_cpu, torch_cuda_alias
 from tests.oracle import tiny_models
-from tools import mismatch_report
 
 megatron_cpu.install()
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
+from megatron_vcpo.commands import quantize_for_rollout
 from megatron_vcpo.data.saved_batch import batch_path, load_batch
 from megatron_vcpo.observability.metrics import read_metrics
 from megatron_vcpo.patches.vllm_cpu_int8_saturation import is_exact
 from tests.oracle import tiny_models
-from tools import quantize_for_rollout
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed]
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vcpo.patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu, modelopt_without_vllm
 
 
 @contextmanager
 def single_process_megatron() -> Iterator[Any]:
     """Yield the ProcessGroupCollection; initialises only what is not there yet, and removes only what it made."""
+    modelopt_without_vllm.apply()
     megatron_cpu.install()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection

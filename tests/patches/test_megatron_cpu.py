@@ -7,8 +7,9 @@ import textwrap
 import pytest
 import torch
 
-from megatron_vcpo.patches import megatron_cpu
+from megatron_vcpo.patches import megatron_cpu, modelopt_without_vllm
 
+modelopt_without_vllm.apply()
 megatron_cpu.install()
 cpu_only = pytest.mark.skipif(not megatron_cpu.active(), reason="CUDA works here: the patches are not installed")
 

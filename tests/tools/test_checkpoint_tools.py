@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.char_tokenizer import write_char_tokenizer
+from megatron_vcpo.commands import convert_hf_to_megatron, convert_megatron_to_hf, verify_checkpoint
 from tests.oracle.model_pairs import VOCAB, save_hf_model
 from tests.oracle.single_process import single_process_megatron
-from tools import convert_hf_to_megatron, convert_megatron_to_hf, verify_checkpoint
 
 ROOT = Path(__file__).parents[2]
 

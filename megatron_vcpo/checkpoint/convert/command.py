@@ -1,4 +1,4 @@
-"""What the command-line tools share: flags, progress, verification and exit codes."""
+"""What the commands of the converters and the verifier share: flags, progress, verification and exit codes."""
 
 from __future__ import annotations
 

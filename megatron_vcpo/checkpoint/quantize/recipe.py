@@ -26,6 +26,7 @@ Format = Literal["fp8", "int8"]
 Named = tuple[str, torch.Tensor]
 
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
+_COMMAND = "vcpo-quantize-for-rollout (in a checkout, tools/quantize_for_rollout.py)"
 _STORED = {"fp8": "F8_E4M3", "int8": "I8"}
 # What a folder may hold besides a model's tensors: a tied output layer, and buffers of old checkpoints.
 _BESIDE = re.compile(r"^lm_head\.weight$|\.rotary_emb\.inv_freq$")
@@ -40,7 +41,7 @@ class QuantizationRecipe:
     """Which weights of a checkpoint are quantized, in which format, and the activations' scales.
 
     Args:
-        folder: written by tools/quantize_for_rollout.py.
+        folder: written by the command quantize_for_rollout.
 
     Raises:
         CheckpointError: the folder holds no quantized checkpoint, or one in a format that cannot be made in a stream,
@@ -108,7 +109,7 @@ class QuantizationRecipe:
         if problems:
             raise CheckpointError(
                 f"{self.folder} does not hold the {self.format} weights of the {model.family.name} model in its "
-                f"config.json: {'; '.join(problems)}; quantize it again with tools/quantize_for_rollout.py."
+                f"config.json: {'; '.join(problems)}; quantize it again with {_COMMAND}."
             )
 
     def _oddity(self, name: str, shapes: dict[str, tuple[int, ...]], files: SafetensorsFolder) -> str | None:
@@ -190,13 +191,12 @@ def _format(folder: Path, config: dict[str, Any]) -> Format:
         if not (isinstance(groups, dict) and groups and all(map(_is_w8a8, groups.values()))):
             raise CheckpointError(
                 f"{folder / 'config.json'} has no config_groups of symmetric INT8 weights with a scale for each "
-                "channel and INT8 activations; quantize it again with tools/quantize_for_rollout.py."
+                f"channel and INT8 activations; quantize it again with {_COMMAND}."
             )
         return "int8"
     found = config.get("quant_algo") or config.get("format") or config.get("quant_method")
     raise CheckpointError(
-        f"{folder} is quantized as {found}, which is not made anew at every weight sync; use fp8 or int8 of "
-        "tools/quantize_for_rollout.py."
+        f"{folder} is quantized as {found}, which is not made anew at every weight sync; use fp8 or int8 of {_COMMAND}."
     )
 
 
