@@ -21,7 +21,7 @@ from megatron_vcpo.flow.loop import _COUNTED
 from megatron_vcpo.objective import AdvantageInputs, LossInputs, load_advantages, load_loss, vcpo_loss
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FLAGS = {
     f"--{prefix}-{field.name.replace('_', '-')}"
     for prefix, group in (("vcpo", VCPOConfig), ("rollout", RolloutConfig), ("sync", SyncConfig))
