@@ -1,2 +1,2 @@
-"""Changes to other packages, one file each: what is wrong, for which versions, and the test that tells when it can
+"""Changes to other packages, one file each: what is wrong, in which versions, and the test that shows when it can
 go."""

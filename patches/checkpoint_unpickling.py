@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint unpickles whatever a checkpoint holds: `.metadata`, and the objects in `.distcp` files.
 
-A pickle can name any function and have it called, so that a checkpoint from a stranger runs the stranger's code before
-a single tensor is read. Here `.metadata` may name only the classes that describe a checkpoint, and objects are read
-with `weights_only=True`, under the list of classes that Megatron-Core registers for its own files (Megatron reads
+A pickle can name any function and have it called, so a checkpoint from a stranger runs the stranger's code before a
+single tensor is read. With this patch, `.metadata` may name only the classes that describe a checkpoint, and objects
+are read with `weights_only=True` and the classes that Megatron-Core registers for its own files (Megatron reads
 `common.pt` that way already).
 
 Versions: torch 2.13.0 (`FileSystemReader.read_metadata` calls pickle.load, `DefaultLoadPlanner.load_bytes` calls
@@ -36,7 +36,7 @@ _METADATA = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    # Megatron keeps the plans of the ranks beside the metadata.
+    # Megatron stores the ranks' plans with the metadata.
     "torch.distributed.checkpoint.planner": {
         "BytesIOWriteData",
         "SavePlan",
@@ -44,7 +44,7 @@ _METADATA = {
         "WriteItem",
         "WriteItemType",
     },
-    # Until torch 2.2 the properties stood here.
+    # Up to torch 2.2 the properties were defined here.
     "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
@@ -55,14 +55,14 @@ _METADATA = {
 
 
 class UnreadableCheckpoint(pickle.UnpicklingError):
-    """A file that is damaged, or that holds more than a checkpoint needs; one sentence names it."""
+    """A file that is damaged, or that names more than a checkpoint needs; the message, one sentence, names it."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads `.metadata`; UnpicklingError for anything that names another class or a function."""
+    """Reads `.metadata`; raises UnpicklingError if it names a function or any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, where it may be named."""
+        """The class, if it is allowed."""
         if name in _METADATA.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -85,7 +85,7 @@ def _restricted(stock: Any) -> Any:
     def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
         rank, whole = kwargs.get("rank"), self._get_metadata_path(None)
         if rank is not None and self.fs.exists(whole):
-            # torch asks for the metadata of one rank where it could not read that of all.
+            # torch asks for one rank's metadata if it could not read the common one.
             raise UnreadableCheckpoint(f"The checkpoint file {whole} is there and cannot be read.")
         path = self._get_metadata_path(rank)
         with self.fs.create_stream(path, "rb") as file:
@@ -95,7 +95,7 @@ def _restricted(stock: Any) -> Any:
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
             _require_inside(metadata)
-        # Damaged pickles raise errors of nearly every kind, from the classes they build as well.
+        # Damaged pickles raise errors of nearly every kind, also from the classes that they build.
         except Exception as error:
             raise UnreadableCheckpoint(
                 f"The checkpoint file {path} cannot be read ({type(error).__name__}: {error}): it is damaged, or made "
@@ -110,7 +110,7 @@ def _restricted(stock: Any) -> Any:
 
 
 def _require_inside(metadata: Metadata) -> None:
-    """Every file that is named lies in the folder of the checkpoint."""
+    """Check that every file named lies in the checkpoint's folder."""
     for info in (metadata.storage_data or {}).values():
         path = PurePosixPath(info.relative_path)
         if path.is_absolute() or ".." in path.parts:

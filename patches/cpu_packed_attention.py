@@ -1,13 +1,13 @@
 """Core attention for the local layer spec that takes packed (THD) sequences.
 
-Why: Megatron-Core's own DotProductAttention asserts that there is no packed_seq_params; only Transformer Engine's
-takes them, and that needs a GPU. Versions: megatron-core 0.19.2, --transformer-impl local.
+Why: Megatron-Core's own DotProductAttention asserts that packed_seq_params is None; only Transformer Engine's attention
+takes them, and it needs a GPU. Versions: megatron-core 0.19.2, --transformer-impl local.
 No longer needed when `tests/patches/test_cpu_packed_attention.py::test_stock_attention_still_refuses_packing` fails.
 
-Sequences of similar length are padded to one batch and attended with torch's fused causal kernel: padding stands behind
-the real tokens, so no real query ever sees it. The cost is sum(L^2), not (sum L)^2. Under context parallelism keys and
-values are gathered from all ranks, and each rank attends with the rows of `RowAlignment.context_rows` that it holds.
-Sinks (--softmax-type learnable) and windows (--window-size) are there for GPT-OSS; they make the mask explicit.
+Sequences of similar length are padded into one batch for torch's fused causal kernel. Padding comes after the real
+tokens, so no real query ever sees it. The cost is sum(L^2), not (sum L)^2. Under context parallelism, keys and values
+are gathered from all ranks, and each rank computes its own queries, the rows of `RowAlignment.context_rows`. Sinks
+(--softmax-type learnable) and windows (--window-size) are supported for GPT-OSS; they need an explicit mask.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_MAX_PADDING = 1.5  # padded tokens over real tokens of one padded batch before a new one is begun
+_MAX_PADDING = 1.5  # largest ratio of padded to real tokens in one batch
 
 
 class PackedCoreAttention(torch.nn.Module):
-    """Causal attention over [s, b, h, d] (plain) or [t, h, d] with cu_seqlens (packed); grouped queries included."""
+    """Causal attention over [s, b, h, d] (plain) or [t, h, d] with cu_seqlens (packed); supports grouped queries."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PackedCoreAttention(torch.nn.Module):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[b, h, s, d] each; keys and values may have fewer heads. Causal without a mask."""
+        """[b, h, s, d] each; keys and values may have fewer heads. Causal if there is no mask."""
         if self.window is not None or self.softmax_offset is not None:
             key, value, mask = self._with_window_and_sinks(query, key, value, mask)
         return F.scaled_dot_product_attention(
@@ -70,11 +70,11 @@ class PackedCoreAttention(torch.nn.Module):
     def _with_window_and_sinks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values and an additive mask [h, s, k]; a sink is one more key, with its score and without a value."""
+        """Keys, values and an additive mask [h, s, k]; a sink is one more key, with its own score and a zero value."""
         if mask is None:
             mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
         if self.window is not None:
-            positions = mask.sum(-1, keepdim=True) - 1  # of the queries, because the mask is causal
+            positions = mask.sum(-1, keepdim=True) - 1  # the queries' positions, because the mask is causal
             mask = mask & (positions - torch.arange(key.size(2), device=query.device) <= self.window)
         scores = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
         scores = scores.expand(query.size(1), -1, -1)
@@ -119,7 +119,7 @@ class PackedCoreAttention(torch.nn.Module):
         out = torch.zeros(*query.shape[:2], value.size(2), dtype=query.dtype, device=query.device)
         for rows in padded_batches(packed_seq_params.cu_seqlens_q):  # [b, s], -1 on padding
             real = rows >= 0
-            # Padding repeats rows of its own sequence: with another's, a NaN there would pass over as 0 * NaN.
+            # Padding repeats a row of the same sequence: from another sequence, a NaN would spread as 0 * NaN.
             index = torch.where(real, rows, rows[:, :1])
             attended = self._attend(*(x[index].transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
             out = out.index_put((rows[real],), attended[real])
@@ -128,7 +128,7 @@ class PackedCoreAttention(torch.nn.Module):
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
-        """[t / cp, h, d] each, rows of this rank: the r-th chunk of every sequence from the front and from the end."""
+        """[t / cp, h, d] each, the rows of this rank: every sequence's r-th chunk from the front and from the end."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         assert self.cp_group is not None
@@ -138,9 +138,9 @@ class PackedCoreAttention(torch.nn.Module):
             chunks = torch.arange(start, end, device=query.device).view(2 * size, -1)
             for r in range(size):
                 held[r] += [chunks[r], chunks[-1 - r]]
-        own = torch.cat(held[rank])  # global row of each local one
+        own = torch.cat(held[rank])  # global row of each local row
         order = torch.cat([torch.cat(rows) for rows in held]).argsort()
-        # Backward sums the gradients of all ranks' queries: a reduce-scatter.
+        # Its backward is a reduce-scatter, which sums the gradients of all ranks' queries.
         key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group)[order] for x in (key, value))
         out = []
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
@@ -152,7 +152,7 @@ class PackedCoreAttention(torch.nn.Module):
 
 
 def _window(config: Any, layer_number: int) -> int | None:
-    """How many tokens before its own a query of this layer attends to; None: all."""
+    """How many tokens before its own position a query of this layer attends to; None: all."""
     if config.window_size is None:
         return None
     from megatron.core.transformer.utils import is_layer_window_attention
@@ -174,7 +174,7 @@ def padded_batches(cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
         cu_seqlens: [n + 1] int, ends of the packed sequences, starting with 0.
 
     Returns:
-        int64 tensors [b, s]; every row index below cu_seqlens[-1] stands in exactly one of them, once.
+        int64 tensors [b, s]; every row index below cu_seqlens[-1] occurs exactly once in all of them together.
     """
     ends = cu_seqlens.tolist()
     spans = sorted(((end - start, start) for start, end in itertools.pairwise(ends) if end > start), reverse=True)

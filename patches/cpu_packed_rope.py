@@ -1,4 +1,4 @@
-"""Unfused rotary embedding of packed sequences loops over them in Python: half the time of a step with short sequences.
+"""Unfused rotary embedding loops over packed sequences in Python: half the time of a step if sequences are short.
 
 Versions: megatron-core 0.19.2 without Transformer Engine's fused kernel. Bit-identical to the original; only installed
 on the CPU. No longer needed when `tests/patches/test_cpu_packed_rope.py::test_stock_rope_still_loops` fails.

@@ -1,10 +1,10 @@
-"""DistributedOptimizer over torch's own Adam cannot be checkpointed: torch keeps 'step' per parameter, Apex and TE
-do not.
+"""DistributedOptimizer with torch's own Adam cannot be checkpointed: unlike Apex and TE, torch keeps 'step' per
+parameter.
 
-Saving a fresh optimizer asserts on the missing 'step'; loading trips over the extra key, and hands one tensor of
-'step' to all parameters, which every one of them then counts up: three parameters are nine steps further after three.
+Saving a fresh optimizer fails an assertion on the missing 'step'. Loading fails on the extra key, and would give all
+parameters the same tensor 'step', which each of them increments: with three parameters, three steps count as nine.
 
-Versions: megatron-core 0.19.2 where neither Transformer Engine nor Apex provides the fused Adam, on every device.
+Versions: megatron-core 0.19.2 if neither Transformer Engine nor Apex provides the fused Adam, on every device.
 Upstream: `DistributedOptimizer.load_state_dict`, which clones the step only for its HybridDeviceOptimizer. No longer
 needed when the tests of stock Megatron in `tests/patches/test_distributed_optimizer_torch_adam.py` fail.
 """
@@ -19,7 +19,7 @@ import torch
 
 def apply() -> None:
     """Give a fresh optimizer zero states before saving, hide 'step' while a parameter's state is set, and give each
-    parameter a 'step' of its own after loading. Idempotent; does nothing where the fused Adam is there."""
+    parameter its own 'step' after loading. Idempotent; does nothing if the fused Adam is available."""
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -1,7 +1,7 @@
-"""gloo refuses all_gather and reduce_scatter of unequal shapes, which MoE with expert tensor parallelism sends.
+"""gloo refuses all_gather and reduce_scatter of unequal shapes, which MoE with expert tensor parallelism needs.
 
 Versions: torch 2.13 (gloo backend; NCCL accepts them). Only installed on the CPU.
-No longer needed when `tests/distributed/` shows gloo accepting unequal shapes.
+No longer needed when `tests/distributed/` shows that gloo accepts unequal shapes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Saving the state of an external iterator in a run with virtual pipeline stages.
+"""Megatron cannot save an external iterator's state in a run with virtual pipeline stages.
 
-Versions: megatron-core 0.19.2. With --num-virtual-stages-per-pipeline-rank, pretrain() holds a list of iterators, one
-for each model chunk, and maybe_save_dataloader_state() takes it for a single one (AttributeError: 'list' object has no
-attribute 'iterable'). All of them save the same state here. No longer needed when
+Versions: megatron-core 0.19.2. With --num-virtual-stages-per-pipeline-rank, pretrain() has a list of iterators, one for
+each model chunk, which maybe_save_dataloader_state() takes for a single one (AttributeError: 'list' object has no
+attribute 'iterable'). Ours all have the same state. No longer needed when
 `tests/patches/test_interleaved_dataloader_state.py::test_stock_megatron_still_takes_a_list_for_an_iterator` fails.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def apply() -> None:
-    """Save the first chunk's iterator. Idempotent."""
+    """Save the state of the first chunk's iterator. Idempotent."""
     from megatron.training import checkpointing
 
     stock = checkpointing.maybe_save_dataloader_state

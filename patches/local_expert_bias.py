@@ -1,7 +1,7 @@
 """Experts of the local layer spec with biases (GPT-OSS) cannot be trained on one tensor-parallel rank.
 
-Why: MLP.forward adds the scaled bias in place to what the row-parallel layer returns. With one rank that is its input
-as it is, through a custom autograd function, whose result may not be changed in place; torch raises.
+Why: MLP.forward adds the scaled bias in place to the row-parallel layer's result. With one rank, that result is the
+unchanged input of a custom autograd function, which torch does not allow to be changed in place.
 Versions: megatron-core 0.19.2, SequentialMLP with --disable-bias-linear off.
 No longer needed when `tests/patches/test_local_expert_bias.py::test_stock_experts_still_cannot_learn_biases` fails.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def apply() -> None:
-    """Hand the caller a copy where it is going to add a bias of an expert."""
+    """Return a copy if the caller will add an expert's bias to it."""
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     stock = RowParallelLinear.forward

@@ -1,11 +1,11 @@
-"""A save fails where the process was ended in which Megatron collects what its writers wrote.
+"""Saving fails once the process in which Megatron collects its writers' results has died.
 
-filesystem_async.get_write_results_queue() starts a manager process at the first save and keeps its queue for good. When
-something ends that process (the kernel's memory killer, a person), every later save ends the run with a
-ConnectionRefusedError or BrokenPipeError. The queue is empty between two saves, so a new one serves as well.
+filesystem_async.get_write_results_queue() starts a manager process at the first save and keeps its queue forever. If
+that process is killed (by the kernel's OOM killer or a person), every later save ends the run with a
+ConnectionRefusedError or BrokenPipeError. The queue is empty between saves, so a new one does as well.
 
-Versions: megatron-core 0.19.2, for every device. With --async-save, nvidia-resiliency-ext writes, whose own copy of the
-function is not touched. No longer needed when
+Versions: megatron-core 0.19.2, for every device. With --async-save, nvidia-resiliency-ext writes; its own copy of the
+function is not patched. No longer needed when
 `tests/patches/test_lost_checkpoint_manager.py::test_stock_megatron_still_hands_out_the_queue_of_a_dead_manager` fails.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def apply() -> None:
-    """Start a new manager where the last one is gone. Idempotent."""
+    """Start a new manager if the last one is gone. Idempotent."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     stock = filesystem_async.get_write_results_queue
@@ -46,6 +46,6 @@ def _checked(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
 def _answers(queue: Any) -> bool:
     try:
         queue.qsize()
-    except (OSError, EOFError):  # refused, reset, or closed in between
+    except (OSError, EOFError):  # refused, reset or closed meanwhile
         return False
     return True

@@ -1,11 +1,11 @@
-"""Megatron-Core and megatron.training on a CPU over gloo: the patches that belong together, in the order they need.
+"""Megatron-Core and megatron.training on a CPU over gloo: applies the necessary patches in the right order.
 
     from megatron_vcpo.patches import megatron_cpu
     megatron_cpu.install()         # before the first import of megatron
     megatron_cpu.patch_megatron()  # any time after
     megatron_cpu.patch_training()  # before megatron.training.pretrain()
 
-All three do nothing where CUDA works.
+All three do nothing if CUDA works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def install() -> None:
 
 
 def patch_megatron() -> None:
-    """Fill the gaps that are Megatron-Core's own. Idempotent."""
+    """Apply the patches of Megatron-Core. Idempotent."""
     if not active() or "core" in _patched:
         return
     _patched.add("core")

@@ -1,4 +1,4 @@
-"""`--help` of Megatron's parser dies with "unsupported format character": some help texts hold a bare percent sign.
+"""`--help` of Megatron's parser fails with "unsupported format character": some help texts have a bare percent sign.
 
 Versions: megatron-core 0.19.2 (Python's argparse formats help texts with %).
 No longer needed when `tests/launch/test_flags.py::test_megatron_help_still_holds_a_bare_percent_sign` fails.
@@ -21,6 +21,6 @@ def broken_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def apply(parser: argparse.ArgumentParser) -> None:
-    """Escape the percent signs of those texts."""
+    """Escape the percent signs in the help texts of `broken_actions`."""
     for action in broken_actions(parser):
         action.help = str(action.help).replace("%", "%%")

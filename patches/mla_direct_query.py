@@ -1,8 +1,9 @@
-"""Multi-latent attention whose queries are projected directly, without latents (DeepSeek-V2-Lite, Moonlight).
+"""Multi-latent attention gets a wrong norm if queries are projected directly, without latents (DeepSeek-V2-Lite,
+Moonlight).
 
 Versions: megatron-core 0.19.2. With --qk-layernorm, which the norm of the key-value latent needs, and without
---q-lora-rank, its QKNormConfigResolver puts a second norm before the query projection (Transformer Engine), which these
-models do not have, or refuses its own layer spec (local). No longer needed when
+--q-lora-rank, its QKNormConfigResolver inserts a norm before the query projection that these models do not have
+(Transformer Engine), or refuses its own layer spec (local). No longer needed when
 `tests/patches/test_mla_direct_query.py::test_stock_megatron_still_norms_direct_queries` fails.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def apply() -> None:
-    """Resolve the norms of such a model as if it had query latents, and project its queries plainly. Idempotent."""
+    """Resolve such a model's norms as if it had query latents, and project its queries without a norm. Idempotent."""
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 

@@ -1,11 +1,11 @@
-"""Latent attention of the local layer spec over tensor-parallel ranks: the gradient of the rotated part of the keys.
+"""Latent attention of the local layer spec loses a part of the rotated key's gradient on several tensor-parallel ranks.
 
-Why: every rank's heads use the one rotated key, which the local layer spec gathers from ranks that split the projection
-down to latents. On the way back the stock gather hands each rank its slice of its own heads' gradient alone; the other
-ranks' heads are lost (a gradient norm of 3.441 for 3.445 on a tiny DeepSeek-V3). Transformer Engine's layer spec does
-not split that projection and is right.
-Versions: megatron-core 0.19.2, --transformer-impl local with --sequence-parallel, which experts over tensor-parallel
-ranks need. The rest of the layer then does what it does with Transformer Engine.
+Why: all heads share one rotated key, which the local layer spec gathers from the ranks that split the projection down
+to latents. In the backward, the stock gather gives each rank only its slice of its own heads' gradient; the gradients
+from other ranks' heads are lost (a gradient norm of 3.441 instead of 3.445 on a tiny DeepSeek-V3). Transformer Engine's
+layer spec does not split that projection and is correct.
+Versions: megatron-core 0.19.2, --transformer-impl local with --sequence-parallel, which experts on several
+tensor-parallel ranks need. With the patch, the rest of the layer does what it does with Transformer Engine.
 No longer needed when `tests/distributed/test_sync_layouts.py` passes without it (its gradients of kv_a_proj_with_mqa).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def apply() -> None:
-    """Hand on the latents as rows of this rank, whose gather sums the gradients of all ranks. Idempotent."""
+    """Pass the latents on as this rank's rows, whose gather sums the gradients of all ranks. Idempotent."""
     from megatron.core.tensor_parallel.mappings import (
         gather_from_tensor_model_parallel_region,
         scatter_to_sequence_parallel_region,

@@ -1,8 +1,8 @@
-"""Megatron imports nvidia-modelopt where it is installed, and modelopt imports vLLM: seconds, log lines on stdout, and
-an engine library that is loaded before the trainer has set up its devices and processes.
+"""Megatron imports nvidia-modelopt if it is installed, and modelopt imports vLLM. That costs seconds, prints log lines
+to stdout, and loads an engine library before the trainer has set up its devices and processes.
 
 Versions: megatron-core 0.19.2 (training/checkpointing.py), nvidia-modelopt 0.47.0 (torch/quantization/plugins). Its
-plugin for vLLM quantizes a model inside the engine, which nothing here does. No longer needed when
+plugin for vLLM quantizes a model inside the engine, which is not needed here. No longer needed when
 `tests/patches/test_modelopt_without_vllm.py::test_modelopt_alone_still_imports_vllm` fails.
 
 Only megatron.training imports modelopt by itself, megatron.core does not. So a room whose modules import
@@ -18,5 +18,5 @@ _PLUGIN = "modelopt.torch.quantization.plugins.vllm"
 
 
 def apply() -> None:
-    """Leave an empty module where the plugin would be; before modelopt is imported, else nothing happens."""
+    """Put an empty module in the plugin's place. Call it before modelopt is imported; later it has no effect."""
     sys.modules.setdefault(_PLUGIN, types.ModuleType(_PLUGIN))

@@ -1,4 +1,4 @@
-"""The alltoall token dispatcher turns split sizes into host lists only `if tensor.is_cuda`, and trips over CPU tensors.
+"""The alltoall token dispatcher turns split sizes into host lists only `if tensor.is_cuda`, so it fails on CPU tensors.
 
 Versions: megatron-core 0.16 to 0.19.2. Only installed on the CPU.
 """
@@ -19,7 +19,7 @@ def apply() -> None:
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.clone().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    # Made once for the class, of whatever torch.cuda.Stream is then: vLLM replaces it by one whose events are None.
+    # The class creates it once, from the current torch.cuda.Stream, which vLLM replaces by one whose events are None.
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch_cuda_alias.Stream()
     moe_utils.maybe_move_tensor_to_cpu = to_host
     if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):

@@ -1,11 +1,11 @@
-"""A checkpoint written before the first optimizer step that succeeded cannot be loaded.
+"""A checkpoint written before the first successful optimizer step cannot be loaded.
 
 Under FP16 the first steps often overflow, because the loss scale starts high, and the optimizer has no moments until a
-step succeeds. Megatron saves none then, but insists on them when it loads: KeyError for the first of them. It also
-leaves out a step count of zero, which torch's own Adam cannot do without.
+step succeeds. Megatron then saves no moments, but requires them when it loads (KeyError). It also leaves out a step
+count of zero, which torch's own Adam needs.
 
-Versions: megatron-core 0.19.2, optimizers that are not distributed (those: distributed_optimizer_torch_adam.py). For
-every device.
+Versions: megatron-core 0.19.2, optimizers that are not distributed (for those see distributed_optimizer_torch_adam.py).
+For every device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 def apply() -> None:
-    """Save the zero moments and the zero step of an optimizer that never stepped. Idempotent."""
+    """Save zero moments and a zero step for an optimizer that has never stepped. Idempotent."""
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
     for cls in (Float16OptimizerWithFloat16Params, FP32Optimizer):
@@ -29,7 +29,7 @@ def apply() -> None:
 def _with_zeros(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Fused optimizers count steps for each group, and begin by themselves.
+        # Fused optimizers count steps per group, and start without help.
         per_parameter = isinstance(self.optimizer, torch.optim.Adam)
         if not self.is_stub_optimizer and not self.optimizer.state:
             self.init_state_fn(self.optimizer, self.config)

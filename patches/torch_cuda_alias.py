@@ -1,11 +1,11 @@
-"""Let code written for CUDA run on CPU tensors: 'cuda' becomes an alias of 'cpu' where there is no CUDA device.
+"""Let code written for CUDA run on CPU tensors: 'cuda' becomes an alias of 'cpu' if there is no CUDA device.
 
 Why: Megatron-Core calls torch.cuda and allocates on device='cuda' unconditionally (about 900 places).
 Versions: torch 2.13, megatron-core 0.19.2. Upstream: no CPU mode is planned.
 No longer needed when `tests/patches/test_megatron_cpu.py::test_megatron_still_needs_the_cuda_alias` fails.
 
-Plain function patches, not a TorchFunctionMode: a mode is popped while Tensor.backward runs and is per thread, so
-custom backwards (sequence parallel, MoE all-gather) would miss it.
+Functions are patched directly, not by a TorchFunctionMode: a mode is per thread and is popped while Tensor.backward
+runs, so custom backwards (sequence parallel, MoE all-gather) would miss it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
-_TOTAL_MEMORY = 1 << 34  # bytes reported to callers that size something by device memory
+_TOTAL_MEMORY = 1 << 34  # bytes reported to callers that size buffers by device memory
 _installed = False
 
 
 def installed() -> bool:
-    """Whether the alias is in force in this process."""
+    """Whether the alias is installed in this process."""
     return _installed
 
 
@@ -97,14 +97,15 @@ class _Event:
 
 
 class _QuietForkWarning(logging.Filter):
-    """Megatron warns when the CPU generator moves inside its GPU RNG context; here they are one generator."""
+    """Hides Megatron's warning that the CPU generator changed inside its GPU RNG context; here they are one
+    generator."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def _nothing() -> Callable[..., None]:
-    """A new function each time: torch.compile's rule table refuses one function under two names."""
+    """A new no-op each time: torch.compile's rule table refuses one function under two names."""
     return lambda *args, **kwargs: None
 
 
@@ -145,21 +146,20 @@ def _cuda_names() -> dict[str, Any]:
 
 
 def hide_cuda() -> None:
-    """Make torch.cuda.is_available() False again: importing vLLM switches torch to an NVML check that believes the
+    """Make torch.cuda.is_available() False again: importing vLLM switches torch to an NVML check, which believes the
     alias."""
     torch.cuda.is_available = lambda: False
 
 
 def install() -> None:
-    """Install the alias; nothing happens where CUDA works or when it is installed already."""
+    """Install the alias; does nothing if CUDA works or the alias is installed already."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    # jit_fuser is torch.compile: there is nothing to gain from a C++ compile of small CPU kernels, and much to wait
-    # for.
+    # jit_fuser is torch.compile: compiling small CPU kernels in C++ takes long and gains nothing.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # Megatron insists on it with tensor parallelism; without a device it means nothing.
+    # Megatron requires it with tensor parallelism; without a device it has no effect.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, value in _cuda_names().items():
         setattr(torch.cuda, name, value)
@@ -198,7 +198,7 @@ def _redirect_methods() -> None:
         return to(self, *args, **kwargs)
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizers dispatch on 'torch.cuda.HalfTensor' and its kin.
+        # Megatron's optimizers dispatch on type names such as 'torch.cuda.HalfTensor'.
         result = type_(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if not args and not kwargs else result
 

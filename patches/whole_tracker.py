@@ -1,12 +1,12 @@
-"""latest_checkpointed_iteration.txt is written in place, and before all that it vouches for is on the disk.
+"""latest_checkpointed_iteration.txt is written in place, and before the whole checkpoint that it names is on disk.
 
-A process that is killed between open() and write() leaves it empty, and then nothing in the folder loads, whatever
-checkpoints it holds. After a power cut it may name a checkpoint whose small files (metadata.json, the rollout state)
-never reached the disk: only the tensors' files are synced. Here the files of the checkpoint are synced first; then the
-tracker is written under another name, synced, and renamed.
+A process killed between open() and write() leaves it empty, and then no checkpoint in the folder can be loaded. After a
+power failure it may name a checkpoint whose small files (metadata.json, the rollout state) never reached the disk,
+because only the tensors' files are synced. This patch syncs the checkpoint's files first, then writes the tracker under
+another name, syncs it, and renames it.
 
 Versions: megatron-core 0.19.2, checkpointing.save_checkpoint(), for every device; not with --enable-msc, whose object
-stores replace files as a whole. No longer needed when
+stores replace files atomically. No longer needed when
 `tests/patches/test_whole_tracker.py::test_stock_megatron_still_writes_the_tracker_in_place` fails.
 """
 
@@ -25,7 +25,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class _Storage:
-    """Megatron's maybe_msc, but for the tracker."""
+    """Megatron's maybe_msc, except that it opens the tracker with `_whole`."""
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
@@ -42,7 +42,7 @@ class _Storage:
 
 
 def apply() -> None:
-    """Write it as a whole, after what it names. Idempotent."""
+    """Write the tracker atomically, after the checkpoint that it names. Idempotent."""
     from megatron.training import checkpointing
 
     if not isinstance(checkpointing.maybe_msc, _Storage):
@@ -55,7 +55,7 @@ def _whole(path: Path) -> Iterator[io.StringIO]:
     yield text
     name = text.getvalue()
     checkpoint = path.parent / (f"iter_{int(name):07d}" if name.isdecimal() else name)
-    for file in sorted(checkpoint.rglob("*"), reverse=True):  # a folder after what is in it
+    for file in sorted(checkpoint.rglob("*"), reverse=True):  # a folder after its contents
         sync(file)
     sync(checkpoint)
     sync(path.parent)
