@@ -1,4 +1,4 @@
-"""A pool of measured trajectories, every baseline on minibatches of it, and how well energies stand for exact ones."""
+"""Compare baselines on minibatches of a pool of measured trajectories, and proxy energies with exact ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS = (
     Setting("seq-mean-token-mean", "none"),
     Setting("seq-mean-token-sum", "none"),
 )
-REFERENCE = ("mean", "group")  # what variances are compared with
+REFERENCE = ("mean", "group")  # the baseline that variances are compared with
 
 
 # ------------------------------------------------------------------ trajectories and baselines
@@ -45,9 +45,9 @@ REFERENCE = ("mean", "group")  # what variances are compared with
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """n responses to some prompts, the same number to each, all measured under one policy."""
+    """n responses, equally many for each prompt, all measured under one policy."""
 
-    gram: Tensor  # [n, n] fp64, of grad sum_t log p
+    gram: Tensor  # [n, n] fp64 inner products of grad sum_t log p
     logit_energies: Tensor  # [n]
     lengths: Tensor  # [n] response tokens
     rewards: Tensor  # [n]
@@ -97,7 +97,7 @@ METHODS: tuple[Method, ...] = (
 
 
 def without_own_reward(method: Method) -> Method:
-    """The same baseline over the other trajectories of its scope; the method itself where it is so already."""
+    """The leave-one-out form of a baseline; the method itself if it has that form already."""
     name, scope = method
     if name not in _WITH_OWN_REWARD:
         return method
@@ -105,7 +105,7 @@ def without_own_reward(method: Method) -> Method:
 
 
 def baseline_values(method: Method, pool: Pool, batches: Batches, aggregation: str, constant: float = 0.0) -> Tensor:
-    """[m, N] fp64 baselines of a method; `constant` is that of the oracle."""
+    """[m, N] fp64 baselines of a method; `constant` is the oracle's."""
     name, scope = method
     if name == "none":
         return torch.zeros(batches.rows.shape, dtype=torch.float64)
@@ -132,7 +132,7 @@ def coefficients(pool: Pool, batches: Batches, baselines: Tensor, setting: Setti
 
 
 def best_constant(pool: Pool, cuts: Sequence[Batches], setting: Setting) -> float:
-    """The constant with the least variance: that is quadratic in it, so three constants tell."""
+    """The constant with the least variance, found from three constants because the variance is quadratic in it."""
     constants = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64)[:, None, None]
     variance = torch.zeros(3, dtype=torch.float64)
     for batches in cuts:
@@ -154,7 +154,7 @@ class Estimate(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Of one baseline, as the module's docstring explains."""
+    """The figures of one baseline; see baseline_variance.py for their meaning."""
 
     variance: Estimate
     noise: Estimate
@@ -162,7 +162,7 @@ class Comparison(NamedTuple):
 
 
 def compare(pool: Pool, cuts: Sequence[Batches], setting: Setting) -> dict[Method, Comparison]:
-    """Every baseline on the same minibatches."""
+    """Figures of every baseline, on the same minibatches."""
     constant = best_constant(pool, cuts, setting)
     found: list[Moments] = []
     useful = []
@@ -200,7 +200,7 @@ def compare(pool: Pool, cuts: Sequence[Batches], setting: Setting) -> dict[Metho
 
 
 def proxy_quality(pool: Pool, cuts: Sequence[Batches], kind: str) -> dict[str, float]:
-    """Correlations of log E with the exact one's: over all prompts, and the mean over groups in which both vary."""
+    """Correlations of log E with the exact log E: over all prompts, and the mean over groups in which both vary."""
     exact, proxy = pool.energies("exact").log(), pool.energies(kind).log()
     out = {"pearson": correlation(exact, proxy), "spearman": correlation(ranks(exact), ranks(proxy))}
     group = int((cuts[0].groups == cuts[0].groups[0, 0]).sum())

@@ -1,4 +1,4 @@
-"""Minibatches cut from a pool of trajectories, and the moments of their gradients from inner products alone."""
+"""Cut minibatches from a pool of trajectories, and compute moments of their gradients from inner products alone."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Batches(NamedTuple):
     """A pool cut into minibatches of distinct prompts."""
 
     rows: Tensor  # [m, N]
-    groups: Tensor  # [m, N] ids, of one minibatch only
+    groups: Tensor  # [m, N] ids, distinct between minibatches
 
 
 def cut(prompts: Tensor, *, group: int, groups: int, generator: torch.Generator) -> Batches:
-    """Random minibatches of `groups` prompts with `group` responses each; no response is in two of them.
+    """Random minibatches of `groups` prompts with `group` responses each; no response occurs twice.
 
     Args:
-        prompts: [n] ids, the same number of responses to each; that number a multiple of `group`.
-        group: responses of a prompt in a minibatch.
-        groups: prompts of a minibatch. Prompts that fill no minibatch are left out, other ones each time.
-        generator: of the random order.
+        prompts: [n] ids; each prompt has equally many responses, a multiple of `group`.
+        group: responses for each prompt in a minibatch.
+        groups: prompts in a minibatch. Prompts left over are dropped, different ones each time.
+        generator: for the random order.
     """
     ids, count = dense_ids(prompts)
     order = torch.randperm(len(ids), generator=generator)
@@ -49,10 +49,11 @@ class Sums(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Unbiased estimates from m minibatches, and in columns 1 to m those without one of them (the jackknife)."""
+    """Unbiased estimates from m minibatches in column 0; in columns 1 to m, each leaves one minibatch out
+    (jackknife)."""
 
     variance: Tensor  # [baselines, 1 + m] trace of the covariance of x
-    signal: Tensor  # [baselines, 1 + m] |E x|^2; may be negative where it is small
+    signal: Tensor  # [baselines, 1 + m] |E x|^2; the estimate of a small value may be negative
 
 
 def gradient_sums(gram: Tensor, batches: Tensor, coefficients: Tensor) -> Sums:
@@ -60,7 +61,7 @@ def gradient_sums(gram: Tensor, batches: Tensor, coefficients: Tensor) -> Sums:
 
     Args:
         gram: [n, n] fp64 inner products of the trajectories' gradients.
-        batches: [m, N] which trajectories a minibatch holds; none is in two.
+        batches: [m, N] the trajectories of each minibatch, all distinct.
         coefficients: [baselines, m, N] fp64.
     """
     blocks = gram[batches[:, :, None], batches[:, None, :]]
@@ -86,15 +87,15 @@ def moments(sums: Sums) -> Moments:
 
 
 def means(values: Tensor) -> Tensor:
-    """Of [..., m], and in columns 1 to m without one of them: [..., 1 + m]."""
+    """Means of [..., m]: [..., 1 + m], where columns 1 to m each leave one value out."""
     total = values.sum(-1, keepdim=True)
     return torch.cat([total / values.size(-1), (total - values) / (values.size(-1) - 1)], -1)
 
 
 def standard_error(estimates: Tensor) -> Tensor:
-    """Of estimates [cuts, ..., 1 + m] as in `Moments`, by the jackknife: [...].
+    """Jackknife standard error [...] of estimates [cuts, ..., 1 + m] as in `Moments`.
 
-    That of one cut of the pool, averaged over cuts; their mean can only be more certain.
+    It is that of one cut of the pool, averaged over cuts; the mean of the cuts can only be more certain.
     """
     without_one = estimates[..., 1:]
     m = without_one.size(-1)
@@ -103,9 +104,9 @@ def standard_error(estimates: Tensor) -> Tensor:
 
 
 def log_product(factors: Sequence[Tensor], powers: Sequence[float]) -> Tensor:
-    """sum of power * log(factor) for estimates [cuts, ..., 1 + m], linear around each factor's mean over the cuts.
+    """sum of power * log(factor) for estimates [cuts, ..., 1 + m], linearized around each factor's mean over the cuts.
 
-    For its standard error: the logarithm itself would blow up where one cut's estimate comes near 0.
+    For standard errors: the logarithm itself would blow up if one cut's estimate came near 0.
     """
     return sum(
         (power * (factor / factor[..., :1].mean(0) - 1.0) for power, factor in zip(powers, factors)),
@@ -114,12 +115,12 @@ def log_product(factors: Sequence[Tensor], powers: Sequence[float]) -> Tensor:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """[n] fp64 ranks, equal values sharing the mean of theirs."""
+    """[n] fp64 ranks; equal values get their mean rank."""
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - 0.5 * (counts - 1.0) - 1.0).double()[inverse]
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Pearson's of [n] and [n]; NaN where one does not vary."""
+    """Pearson's correlation of [n] and [n]; NaN if one does not vary."""
     a, b = a - a.mean(), b - b.mean()
     return float((a * b).sum() / (a.square().sum() * b.square().sum()).sqrt())

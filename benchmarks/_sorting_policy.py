@@ -1,5 +1,5 @@
-"""A small Llama-type GPTModel of Megatron-Core that learns to sort digits: training, sampling, and the gradients of its
-responses one by one. What baseline_variance.py measures on."""
+"""A small Llama-type GPTModel of Megatron-Core that learns to sort digits: training, sampling, and the gradient of each
+response. baseline_variance.py measures on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.oracle.tiny_gpt import Size, transformer_config
 
 ALPHABET = "0123456789:"
 END = len(ALPHABET)
-DIGITS = range(3, 8)  # digits of a prompt, so that lengths differ between prompts
-MAX_RESPONSE = 10  # tokens with END; the longest answer has 8, so that an answer can be too long
+DIGITS = range(3, 8)  # numbers of digits of prompts, so that lengths differ between prompts
+MAX_RESPONSE = 10  # tokens with END; the longest answer has 8, so answers can be too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class Responses:
 
     tokens: Tensor  # [n, W]
     prompt_lengths: Tensor  # [n]
-    ends: Tensor  # [n] tokens of prompt and response
-    prompts: Tensor  # [n] which prompt
+    ends: Tensor  # [n] number of tokens of prompt and response
+    prompts: Tensor  # [n] index of the prompt
     rewards: Tensor  # [n] fp64
 
     @property
@@ -37,17 +37,17 @@ class Responses:
         return (target >= self.prompt_lengths[:, None]) & (target < self.ends[:, None])
 
     def select(self, rows: Tensor) -> Responses:
-        """Some of them."""
+        """The responses at the indices `rows`."""
         return Responses(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     @property
     def lengths(self) -> Tensor:
-        """[n] response tokens."""
+        """[n] number of response tokens."""
         return self.ends - self.prompt_lengths
 
 
 class SortingTask:
-    """Prompts of the environment, of several lengths, and its rewards."""
+    """Prompts of several lengths, each with the environment that rewards it."""
 
     def __init__(self, seed: int) -> None:
         self._environments = [
@@ -92,7 +92,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def _logits(model: Any, tokens: Tensor) -> Tensor:
-    """[n, W] tokens to [n, W, V]; attention is causal, so padding at the end changes nothing before it."""
+    """[n, W] tokens to [n, W, V]; attention is causal, so padding at the end has no effect on what comes before."""
     return model(tokens, torch.arange(tokens.size(1)).expand_as(tokens), None)
 
 
@@ -157,7 +157,7 @@ def sample(model: Any, drawn: list[tuple[SortDigits, Any]], count: int, generato
 
 
 def trajectory_gradients(model: Any, responses: Responses) -> Tensor:
-    """[n, parameters] fp32: grad sum_t log p_t of each response, one backward pass for each."""
+    """[n, parameters] fp32: grad sum_t log p_t of each response, by one backward pass each."""
     parameters = list(model.parameters())
     out = torch.empty(len(responses.ends), sum(p.numel() for p in parameters))
     for row, (start, end) in enumerate(zip(responses.prompt_lengths.tolist(), responses.ends.tolist())):
@@ -169,7 +169,7 @@ def trajectory_gradients(model: Any, responses: Responses) -> Tensor:
 
 
 def weighted_gradient(model: Any, responses: Responses, factors: Tensor) -> Tensor:
-    """[parameters] fp32: the mean over responses of factor_i grad sum_t log p_t, a thousand of them at a time."""
+    """[parameters] fp32: the mean over responses of factor_i grad sum_t log p_t, computed for a thousand at a time."""
     parameters = list(model.parameters())
     total = torch.zeros(sum(p.numel() for p in parameters))
     for rows in torch.arange(len(factors)).split(1024):
@@ -209,7 +209,7 @@ class Trainer:
         self._step(-(advantages / batch.lengths * logprobs.sum(-1)).mean(), rate)
 
     def reward(self, prompts: int = 128) -> float:
-        """Mean reward of one sample to each of some prompts."""
+        """Mean reward of one sample for each of `prompts` prompts."""
         return float(sample(self.model, self.task.draw(prompts), 1, self.generator).rewards.mean())
 
     def imitate_until(self, reward: float, *, count: int, rate: float, most: int = 3000) -> int:

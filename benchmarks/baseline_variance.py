@@ -1,18 +1,18 @@
-"""How well logit and length energies stand in for exact ones, and what each baseline does to the gradient's variance.
+"""How well logit and length energies approximate exact ones, and what each baseline does to the gradient's variance.
 
-A small Llama-type model sorts numbers of 3 to 7 digits. At several stages of skill, responses of the same prompts are
+A small Llama-type model sorts numbers of 3 to 7 digits. At several stages of skill, responses to the same prompts are
 sampled from the policy itself (lag 0) and from its weights some optimizer steps ago. The gradient of every response is
-computed by a backward of its own; from their inner products follows the gradient of any minibatch under any baseline,
-and so its variance over many minibatches.
+computed by its own backward pass; their inner products give the gradient's variance over many minibatches under any
+baseline.
 
 Three numbers for each baseline, all from the same minibatches:
 
 variance   trace of the covariance of the minibatch's gradient, as a ratio to that of the group mean
-noise      the same over the square of the expected gradient's part along the true on-policy gradient: what counts where
-           Adam takes the scale out; '?' where the error is over half the value
-bias       norm of what the trajectory's own reward in its baseline adds to the expected gradient, over the norm of the
-           expected gradient under the leave-one-out mean. It shrinks the gradient, and may turn it; '<' where it is
-           less than two standard errors.
+noise      the same, divided by the square of the expected gradient's part along the true on-policy gradient: what
+           matters when Adam normalizes the scale; '?' if the error is over half the value
+bias       norm of the change of the expected gradient that comes from the trajectory's own reward in its baseline, over
+           the norm of the expected gradient under the leave-one-out mean. It shrinks the gradient, and may turn it; '<'
+           if it is less than two standard errors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from tests.oracle.tiny_gpt import Size
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What was found at one stage and lag of one seed."""
+    """The results for one stage and lag of one seed."""
 
     facts: dict[str, float]
     comparisons: dict[Setting, dict[Method, Comparison]]
@@ -87,7 +87,7 @@ def make_pool(
     generator: torch.Generator,
     directions: dict[Setting, Tensor],
 ) -> Pool:
-    """Sample from `behavior`, measure under `policy`."""
+    """Responses sampled from `behavior`, measured under `policy`."""
     responses: Responses = sample(behavior, task.draw(options.prompts), options.responses, generator)
     with torch.no_grad():
         behavior_logprobs, _ = score(behavior, responses)
@@ -105,7 +105,7 @@ def make_pool(
 
 
 def examine(pool: Pool, options: argparse.Namespace, generator: torch.Generator) -> Case:
-    """Everything about one pool."""
+    """All results of one pool."""
     cuts = [
         cut(pool.prompts, group=options.group, groups=options.groups, generator=generator) for _ in range(options.cuts)
     ]
@@ -144,26 +144,26 @@ def run_seed(seed: int, options: argparse.Namespace) -> Iterator[tuple[tuple[int
 
 
 def together(values: Sequence[Estimate]) -> Estimate:
-    """Mean over seeds; its error is the larger of what theirs give and half their range."""
+    """Mean over seeds; its error is the larger of the combined errors and half the range."""
     error = sum(v.error**2 for v in values) ** 0.5 / len(values)
     spread = 0.5 * (max(v.value for v in values) - min(v.value for v in values))
     return Estimate(statistics.fmean(v.value for v in values), max(error, spread))
 
 
 def plain_cell(values: Sequence[Estimate]) -> str:
-    """0.71 ±0.05."""
+    """A cell such as 0.71 ±0.05."""
     value, error = together(values)
     return f"{value:.2f} ±{error:.2f}"
 
 
 def noise_cell(values: Sequence[Estimate]) -> str:
-    """The same, or '?' where the error is over half the value."""
+    """Like `plain_cell`, but '?' if the error is over half the value."""
     value, error = together(values)
     return plain_cell(values) if error < 0.5 * value else "?"
 
 
 def bias_cell(squares: Sequence[Estimate]) -> str:
-    """Root of a squared bias, or what it is below; empty for a baseline without the own reward."""
+    """Root of a squared bias, or its upper bound; empty for a baseline without the trajectory's own reward."""
     value, error = together(squares)
     if value == error == 0.0:
         return ""
@@ -171,14 +171,14 @@ def bias_cell(squares: Sequence[Estimate]) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: dict[str, list[str]]) -> None:
-    """As Markdown, to be pasted into docs/baselines.md."""
+    """Print a Markdown table for docs/baselines.md."""
     print(f"\n| {title} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name, cells in rows.items():
         print(f"| {name} | {' | '.join(cells)} |")
 
 
 def report(cases: dict[tuple[int, int], list[Case]]) -> None:
-    """Tables over all seeds, a column for each stage and lag."""
+    """Print tables over all seeds, with a column for each stage and lag."""
     skill: dict[int, float] = {}
     for (stage, _), found in cases.items():
         skill.setdefault(stage, statistics.fmean(case.facts["reward"] for case in found))

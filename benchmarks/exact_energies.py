@@ -1,6 +1,6 @@
-"""Exact energies: what a step costs in each way, against a step with group means and one trajectory at a time.
+"""The cost of a step with each method for exact energies, against a step with group means and one trajectory at a time.
 
-All on the same trajectories, interleaved, CPU time, median; and the peak of memory over what the model itself holds.
+All on the same trajectories, interleaved; median CPU time, and peak memory beyond what the model itself holds.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ WAYS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step is made of. Groups that do not fit into a micro-batch cost the logit energies a scoring pass."""
+    """The size of a step. If groups do not fit into a micro-batch, logit energies need a scoring pass."""
 
     name: str
     trajectories: int
     group: int
     prompt: int
     response: int
-    longest_per_micro_batch: int  # token budget, in longest trajectories
+    longest_per_micro_batch: int  # token budget, in units of the longest trajectory
 
 
 LOADS = (
@@ -57,10 +57,10 @@ LOADS = (
 
 
 def one_at_a_time(gpt: TinyGPT, trajectories: list[Trajectory], vocab: int) -> Callable[[], None]:
-    """The way without packing: a micro-batch for each trajectory, and two more buffers of gradients.
+    """The method without packing: a micro-batch for each trajectory, and two more gradient buffers.
 
-    Each backward leaves one trajectory's gradient, whose norm is its energy; the buffers add it up with the reward and
-    with 1, and the baseline of the minibatch combines them.
+    Each backward gives one trajectory's gradient, whose squared norm is its energy. The buffers sum it weighted by the
+    reward and by 1, and the minibatch's baseline combines them.
     """
     device = torch.device("cpu")
     micro_batches = [
@@ -119,9 +119,9 @@ def forward(model: Any, micro: MicroBatch, context: OutputContext) -> Any:
 
 
 def peak_memory(run: Callable[[], None]) -> float:
-    """MiB by which resident memory rises above where it stands before."""
+    """MiB by which resident memory rises while `run` runs."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = _status("VmRSS")
     run()
     return (_status("VmHWM") - before) / 1024
@@ -168,7 +168,7 @@ def _with_plain_step(gpt: TinyGPT, plain_step: Any, run: Callable[[], None]) -> 
 
 
 def report(runs: dict[str, Callable[[], None]], repeats: int) -> None:
-    """Run everything in turn; print medians of CPU time, their ratios to the first, and peaks of memory."""
+    """Run everything in turn; print median CPU times, their ratios to the first, and peak memory."""
     memory = {}
     for name, run in runs.items():
         run()

@@ -1,9 +1,9 @@
-"""Log-probs, logit energies and entropies of packed tokens against the naive way: seconds and peak memory.
+"""Log-probs, logit energies and entropies of packed tokens against a naive version: seconds and peak memory.
 
 Naive is an fp32 log_softmax over all logits, differentiated by autograd. Ours keeps the logits in the model's dtype and
-holds fp32 for a block of rows at a time; with --vcpo-logit-chunk the logits themselves exist for a chunk only. Each row
-is the forward and backward pass from hidden states, the output layer included; the memory is what it needs at its peak
-beyond hidden states, weight and their gradients. Interleaved, medians.
+converts one block of rows at a time to fp32; with --vcpo-logit-chunk the logits themselves exist only for a chunk. Each
+row is a forward and backward pass from hidden states, including the output layer; memory is the peak beyond hidden
+states, weight and their gradients. Interleaved, medians.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENTROPY_COEFFICIENT = 0.001
 
 
 def naive(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """A loss of log-probs and entropies, beside the energies, over logits that exist at once in fp32."""
+    """A loss of log-probs and entropies, with energies, from logits that all exist in fp32 at once."""
     logits = (hidden @ weight.T).float() / temperature
     log_pi = torch.log_softmax(logits, 1)
     pi = log_pi.exp()
@@ -38,7 +38,7 @@ def naive(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) ->
 
 
 def ours(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int) -> Tensor:
-    """The same loss through the hook that GPTModel.forward calls."""
+    """The same loss, through the hook that GPTModel.forward calls."""
 
     def output_layer(rows: Tensor, weight: Tensor, runtime_gather_output: bool) -> tuple[Tensor, None]:
         return rows @ weight.T, None
@@ -55,7 +55,7 @@ def ours(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chu
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Memory that `run` needs at its peak beyond what was held before; on the CPU, of the resident set."""
+    """Peak memory of `run` beyond what was held before; on the CPU, of the resident set."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -63,7 +63,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = _resident("VmRSS")
     run()
     return _resident("VmHWM") - before

@@ -1,8 +1,8 @@
-"""Does a long run hold on to what it takes? Many steps of the smallest model, with saves and evaluations, watched.
+"""Does a long run leak resources? Watch many steps of the smallest model, with saves and evaluations.
 
-For the trainer and all its children: resident memory, open files and threads; and the bytes in shared memory. Printed
-are the values at a tenth, at half and at the end of the run, and the slope per step over its second half, in which
-caches and pools should have their final size. --placement process watches an engine in a process of its own.
+It watches resident memory, open files and threads of the trainer and all its children, and the bytes in shared memory.
+It prints the values at a tenth, at half and at the end of the run, and the slope per step over the second half, when
+caches and pools should have reached their final size. --placement process watches an engine in a process of its own.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FLAGS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What a process and its children hold at one moment."""
+    """The resources of a process and its children at one moment."""
 
-    memory: float  # MB resident, pages shared between processes counted once for each
+    memory: float  # MB resident; pages shared between processes count for each of them
     files: float  # open descriptors
     threads: float
     shared: float  # MB in /dev/shm
 
     @staticmethod
     def of(process: psutil.Process) -> Holdings:
-        """Now; a child that ends meanwhile counts as gone."""
+        """The current values; a child that ends meanwhile does not count."""
         memory = files = threads = 0
         for one in [process, *process.children(recursive=True)]:
             try:
@@ -59,7 +59,7 @@ class Holdings:
 
 
 def watch(steps: int, placement: str, folder: Path) -> list[tuple[int, Holdings]]:
-    """Run, and look once a second: (steps that were logged, what is held)."""
+    """Run, and check once a second: (steps logged so far, resources held)."""
     write_char_tokenizer(folder / "tokenizer")
     command = [
         *(sys.executable, "-W", "ignore", "-m", "megatron_vcpo.train", *FLAGS, "--rollout-quiet"),
@@ -77,7 +77,7 @@ def watch(steps: int, placement: str, folder: Path) -> list[tuple[int, Holdings]
         while run.poll() is None:
             metrics = folder / "run" / "metrics.jsonl"
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-            # Once the last step is logged the run lets go of everything: no longer a sample of it.
+            # After the last step is logged the run releases everything, so there are no more samples.
             if 1 < lines <= steps and (not seen or lines - 1 > seen[-1][0]):
                 try:
                     seen.append((lines - 1, Holdings.of(process)))

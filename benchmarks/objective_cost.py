@@ -1,7 +1,7 @@
 """Milliseconds of the objective for one minibatch (default: 16,384 trajectories, about a million packed tokens).
 
-The base of the ratios is the cheapest loss there can be on the same log-probs: their masked mean, forward and backward.
-Token energies, which need logits, belong to the model's own step and are measured by step_overhead.py.
+Ratios are relative to the cheapest possible loss on the same log-probs: their masked mean, forward and backward. Token
+energies, which need logits, belong to the model's own step; step_overhead.py measures them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_vcpo.objective.trajectories import trajectory_energies, trajectory
 
 @dataclass
 class Minibatch:
-    """The inputs of the loss and what the parts of it need."""
+    """The inputs of the loss, and those of its parts."""
 
     inputs: LossInputs
     log_weights: Tensor  # [n]
@@ -38,7 +38,7 @@ class Minibatch:
 
 
 def make_inputs(trajectories: int, tokens: int, group: int, device: torch.device) -> LossInputs:
-    """Responses of 50% to 150% of the mean length with log-ratios as after a few steps of lag."""
+    """Responses of 50% to 150% of the mean length, with log-ratios as after a few steps of lag."""
     generator = torch.Generator().manual_seed(0)
     mean = tokens // trajectories
     lengths = torch.randint(mean // 2, mean + mean // 2 + 1, (trajectories,), generator=generator)
@@ -66,7 +66,7 @@ def make_inputs(trajectories: int, tokens: int, group: int, device: torch.device
 
 
 def log_energies(inputs: LossInputs, log_weights: Tensor) -> Tensor:
-    """Energies of the optimal baseline, from tokens to trajectories."""
+    """Log-energies [n] for the optimal baseline, from the tokens' energies."""
     energies = trajectory_energies(
         policy_logprobs=inputs.policy_logprobs,
         behavior_logprobs=inputs.behavior_logprobs,
@@ -94,7 +94,7 @@ def weights_of(inputs: LossInputs) -> Tensor:
 
 
 def ways(batch: Minibatch) -> dict[str, Callable[[], object]]:
-    """What is measured; the first is the base of the ratios."""
+    """The functions to measure; ratios are relative to the first."""
     inputs = batch.inputs
     policy = inputs.policy_logprobs
     with_baselines = replace(inputs, baselines=optimal_baseline(inputs.rewards, batch.log_energies, inputs.group_ids))
@@ -121,7 +121,7 @@ def ways(batch: Minibatch) -> dict[str, Callable[[], object]]:
 
 
 def measure(runs: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Wall-clock milliseconds of each way, the ways interleaved, after one round to warm up."""
+    """Wall-clock milliseconds of each function, interleaved, after one warm-up round."""
     milliseconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():

@@ -1,6 +1,6 @@
 """One VCPO optimizer step against a plain Megatron-Core step on the same packed tokens, interleaved, CPU time.
 
-The plain step is next-token cross-entropy on the same micro-batches: forward, backward, gradient finalization,
+The plain step is next-token cross-entropy on the same micro-batches: forward, backward, finalization of gradients,
 optimizer.
 """
 
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def vcpo_step(vcpo: Any, gpt: TinyGPT, trajectories: list[Trajectory], sequence: int) -> Callable[[], None]:
-    """A whole step: packing, forward, backward, reductions, update."""
+    """A complete step: packing, forward, backward, reductions, update."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     hooks = gpt.config.finalize_model_grads_func, gpt.optimizer.step
@@ -155,7 +155,7 @@ def vcpo_step(vcpo: Any, gpt: TinyGPT, trajectories: list[Trajectory], sequence:
 
 
 def measure(ways: dict[str, Callable[[], None]], repeats: int) -> None:
-    """Run the ways in turn and print CPU seconds and ratios to the first."""
+    """Run the functions in turn; print CPU seconds and ratios to the first."""
     for run in ways.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -1,9 +1,9 @@
 """publish() against a plain copy of the same bytes: seconds, GB/s and peak extra memory, interleaved.
 
-The rows: the copy; publish() into an engine that only takes the tensors, into vLLM in this process, through vLLM's own
-loader for comparison (what every update was before updates were copied), and into vLLM in a process of its own; a
-forward and backward pass of the same model, for the share of a step. With --unpacked vLLM keeps its weights as they
-come, as it does on a GPU, instead of in the CPU kernels' packed form. --no-vllm leaves vLLM out.
+The rows: the copy; publish() into an engine that only takes the tensors, into vLLM in this process, into vLLM through
+its own loader for comparison, and into vLLM in a process of its own; a forward and backward pass of the same model, to
+show the share of a step. With --unpacked, vLLM keeps its weights unchanged, as on a GPU, instead of in the CPU kernels'
+packed form. --no-vllm leaves vLLM out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class IdleEngine:
 
 
 def build(layers: int, hidden: int, vocab: int) -> tuple[Any, Any, ModelFacts]:
-    """A Llama-type GPTModel in fp32, its configuration and the facts beside it."""
+    """A Llama-type GPTModel in fp32, its configuration, and the facts that the configuration does not hold."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,7 +63,7 @@ def build(layers: int, hidden: int, vocab: int) -> tuple[Any, Any, ModelFacts]:
 
 
 def settings(folder: Path, config: Any, facts: ModelFacts) -> Any:
-    """Of engines with dummy weights and a tokenizer of one letter per token."""
+    """Settings of an engine with dummy weights and a tokenizer of one letter per token."""
     import json
 
     from megatron_vcpo.engines.vllm.engine import VLLMSettings
@@ -76,7 +76,7 @@ def settings(folder: Path, config: Any, facts: ModelFacts) -> Any:
 
 
 def keep_unpacked() -> None:
-    """Let vLLM's CPU layers multiply with the weights as they are, for this process."""
+    """Let vLLM's CPU layers in this process multiply with unpacked weights."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -119,7 +119,7 @@ class NoRecorder(contextlib.nullcontext):
 
 
 def peak_extra_bytes(action: Callable[[], object]) -> int:
-    """Memory that `action` needs at its peak beyond what was held before it (a CPU process: of the resident set)."""
+    """Peak memory of `action` beyond what was held before; for a CPU process, of the resident set."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -139,11 +139,11 @@ def _status(field: str) -> int:
 
 
 def measure(rows: dict[str, Callable[[], object]], nbytes: int, repeats: int) -> None:
-    """Run the rows in turn, `repeats` times, and print medians against the first row."""
+    """Run the rows in turn, `repeats` times, and print medians and ratios to the first row."""
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     peaks = dict.fromkeys(rows, 0)
     for action in rows.values():
-        action()  # first calls allocate and compile
+        action()  # the first calls allocate and compile
     for _ in range(repeats):
         for name, action in rows.items():
             started = time.perf_counter()
@@ -217,7 +217,7 @@ def main() -> None:
         rows: dict[str, Callable[[], object]] = {"plain copy": copy}
         for name, sync in syncs.items():
             for _ in range(3):
-                sync.publish(1)  # the first are recorded, and proven
+                sync.publish(1)  # the first updates are recorded and verified
             rows[name] = lambda sync=sync: sync.publish(1)  # type: ignore[misc]
         rows[f"forward, backward, {options.tokens} tokens"] = training_pass(model, options.tokens)
         measure(rows, next(iter(syncs.values())).gatherer.nbytes, options.repeats)
