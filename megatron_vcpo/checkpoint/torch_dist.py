@@ -144,7 +144,7 @@ def is_megatron(folder: str | Path) -> bool:
 
 
 def locate(folder: Path, step: int | None = None) -> Path:
-    """The folder of one iteration (or `release`); CheckpointError where there is none in torch_dist format."""
+    """The folder of one iteration (or `release`); CheckpointError if there is none in torch_dist format."""
     if not folder.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {folder}.")
     path = folder

@@ -1,4 +1,4 @@
-"""Minibatch: what one optimizer step trains on; Refusal: what it does not train on, and why."""
+"""Minibatch: what one optimizer step trains on. Refusal: a trajectory that is never trained on, and why."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """One sampled response."""
+    """One sampled response of L tokens, to a prompt of P tokens."""
 
     response_ids: Int32Array  # [L]
     logprobs: Float32Array  # [L] under the distribution that was actually sampled from

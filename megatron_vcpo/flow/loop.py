@@ -90,7 +90,7 @@ class Loop:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Version and counters."""
+        """What a checkpoint keeps of the loop: version and counters."""
         return {"version": self.version, "counters": dict(self.journal.counters)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

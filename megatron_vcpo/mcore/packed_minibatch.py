@@ -36,7 +36,7 @@ class PackedMinibatch:
     rewards: Tensor  # [N] fp32
     group_ids: Tensor  # [N] int64
     advantage_scales: Tensor  # [N] fp32
-    advantages: Tensor | None  # [N] fp64, of --vcpo-advantages
+    advantages: Tensor | None  # [N] fp64, from --vcpo-advantages; None without the flag
     num_response_tokens: int  # sampled tokens, over all ranks
     rank_rows: tuple[int, ...]  # rows of each data-parallel rank's micro-batches, padding included
     baselines: Tensor | None = None  # [N], set by a scoring pass
@@ -79,7 +79,7 @@ def pack_minibatch(
 
     Raises:
         PackingError: a trajectory does not fit; the message names it.
-        ConfigError: the function of --vcpo-advantages returned something else than advantages.
+        ConfigError: the function of --vcpo-advantages returned anything but one finite number for each trajectory.
     """
     sizes, alignment = [t.num_tokens for t in trajectories], packing.alignment
     plan = plan_micro_batches(

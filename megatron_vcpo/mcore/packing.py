@@ -57,7 +57,7 @@ def plan_micro_batches(
         budget: tokens of one micro-batch.
         dp_size: data-parallel ranks.
         multiple: the number of micro-batches of a rank is a multiple of this (pipeline stages with interleaving).
-        prefer_groups: keep groups together where they fit.
+        prefer_groups: keep every group within one micro-batch if all groups fit.
 
     Raises:
         PackingError: a trajectory is longer than the budget.
@@ -183,7 +183,7 @@ class MicroBatch:
 
     @property
     def num_rows(self) -> int:
-        """T."""
+        """T, rows over all context-parallel ranks, padding included."""
         return self.response_mask.numel()
 
     @property

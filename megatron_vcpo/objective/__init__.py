@@ -8,8 +8,8 @@ ess           effective sample size, and the learning-rate multiplier derived fr
 corrections   one function per importance correction, and their table
 energy        squared gradient norms, the weights of the optimal baseline
 baseline      optimal and mean baselines, reward scales
-advantages    those of a user's own, in place of reward less baseline
-import_path   functions that a flag names
+advantages    a user's own advantages, in place of (reward - baseline) * scale
+import_path   load a function that a flag names
 trajectories  the factors of each trajectory in the gradient: normalizers, energies, baselines
 kl            estimates of the divergence from a reference
 batch         a micro-batch with everything unusable masked out

@@ -1,6 +1,6 @@
 """Advantages of a user's own, in place of (reward - baseline) * scale.
 
-They are computed once for each minibatch, alike on every rank, before any forward pass.
+They are computed once for each minibatch, identically on every rank, before any forward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_vcpo.objective.import_path import load_function
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """A whole minibatch of N trajectories, of all data-parallel ranks, in one order everywhere.
+    """A whole minibatch: N trajectories of all data-parallel ranks, in the same order on every rank.
 
     Example:
         >>> AdvantageInputs(rewards=torch.tensor([1.0, 0.0]).double(), group_ids=torch.tensor([7, 7]),
@@ -35,7 +35,7 @@ Advantages = Callable[[AdvantageInputs], Tensor]
 
 
 def load_advantages(path: str | None) -> Advantages | None:
-    """The function that --vcpo-advantages names. Raises ConfigError where there is none."""
+    """The function that --vcpo-advantages names. Raises ConfigError if it does not exist; None without the flag."""
     return None if path is None else load_function(path, "--vcpo-advantages")
 
 

@@ -1,4 +1,4 @@
-"""Functions that a flag names by their import path."""
+"""Load a function that a flag names by its import path."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class LossInputs:
     config: VCPOConfig
     token_energies: Tensor | None = None  # [T] ||onehot - softmax||^2, no gradient; needed for opob with logit energy
     baselines: Tensor | None = None  # [n]; None: computed here; each scope must lie wholly in this micro-batch
-    advantages: Tensor | None = None  # [n] those of --vcpo-advantages, in place of (reward - baseline) * scale
+    advantages: Tensor | None = None  # [n] from --vcpo-advantages, in place of (reward - baseline) * scale
     reference_logprobs: Tensor | None = None  # [T]; needed where kl_coefficient > 0
     entropy: Tensor | None = None  # [T] with gradient, nats; needed where entropy_coefficient > 0
 
@@ -66,5 +66,5 @@ Loss = Callable[[LossInputs], LossOutputs]
 
 
 def load_loss(path: str) -> Loss:
-    """The loss that --vcpo-loss names. Raises ConfigError where there is none."""
+    """The loss that --vcpo-loss names. Raises ConfigError if it does not exist."""
     return load_function(path, "--vcpo-loss")

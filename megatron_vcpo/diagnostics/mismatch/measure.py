@@ -87,7 +87,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """The trainer's scores."""
+    """The trainer's log-probs of the sampled tokens, [N] each, as in `Scores`."""
 
     own: Values
     replayed: Values | None

@@ -38,7 +38,7 @@ class Step(Protocol):
     minibatch: PackedMinibatch | None
 
     def run_pass(self, model: list[Any], forward_backward: Any, **options: Any) -> Any:
-        """A pass of the schedule over the minibatch, beside the step's own."""
+        """A pass of the schedule over the minibatch, in addition to the step's own."""
 
     def close_pass(self) -> None:
         """Check that every layer read the routes of the backward pass that just ended."""

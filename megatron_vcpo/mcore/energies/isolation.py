@@ -49,7 +49,7 @@ def silent_finalization(config: Any) -> Iterator[None]:
 def router_statistics_kept(model: list[Any]) -> Iterator[None]:
     """Restore, on exit, the counters that routers change in every training forward and Megatron's log of their losses.
 
-    Otherwise a pass beside the step's own would count every token twice.
+    Otherwise a pass in addition to the step's own would count every token twice.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 

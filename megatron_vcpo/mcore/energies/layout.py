@@ -74,7 +74,7 @@ class EnergyLayout:
 
     @property
     def expert(self) -> Share:
-        """For a parameter of an expert."""
+        """For a parameter of an expert, whose shard the ranks of `experts` share."""
         return Share(group=self.experts)
 
 

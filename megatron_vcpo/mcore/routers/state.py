@@ -23,7 +23,7 @@ def freeze_routers(model: Sequence[Any], *, weights: bool, expert_bias: bool) ->
         Number of routers frozen; 0 on a pipeline stage without experts.
 
     Raises:
-        ConfigError: expert biases are to be frozen and the model has none.
+        ConfigError: `expert_bias` is set, but the model has no expert biases.
     """
     routers = list(_routers(model))
     for router in routers:

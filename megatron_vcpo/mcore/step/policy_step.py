@@ -225,7 +225,7 @@ class PolicyStep:
         return outputs
 
     def run_pass(self, model: list[Any], forward_backward: ForwardBackward, **options: Any) -> list[Any]:
-        """A pass of the schedule over the minibatch, beside the step's own."""
+        """A pass of the schedule over the minibatch, in addition to the step's own."""
         chunks = [self.data_iterator() for _ in model]
         return forward_backward(
             forward_step_func=self.forward_step,
