@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_vcpo.checkpoint.hf_config import megatron_flags_for
+from tests.oracle.forked import forked_python
 from tests.oracle.model_folders import (
     DEEPSEEK_V3,
     LLAMA3_8B,
@@ -73,8 +73,8 @@ MOE: dict[str, dict[str, Any]] = {
 ALL_CLUSTER = CLUSTER | MOE
 
 
-def script_of(name: str) -> Path:
-    return EXAMPLES / ("moe" if name in MOE else "llama") / f"{name}.sh"
+def script_of(name: str, examples: Path = EXAMPLES) -> Path:
+    return examples / ("moe" if name in MOE else "llama") / f"{name}.sh"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -145,24 +145,34 @@ def launch(name: str, folder: Path, *more: str) -> subprocess.CompletedProcess[s
         *("--vcpo-dry-run", "--vcpo-load-hf", str(model), "--rollout-tokenizer", str(model)),
         *("--rollout-prompts", questions, "--rollout-eval-prompts", questions, "--save", str(folder / "save")),
     ]
-    # `python` is this one; a torchrun that is called nevertheless fails.
-    scripts = {
-        "python": f'exec "{sys.executable}" "$@"',
-        "torchrun": "echo torchrun was started >&2; exit 9",
-    }
-    return run_with(scripts, folder, name, *flags, *more)
+    # A checkout whose python is this one, with its imports made; a torchrun that is called nevertheless fails.
+    checkout = folder / "checkout"
+    shutil.copytree(EXAMPLES, checkout / "examples")
+    write_command(checkout / ".venv" / "bin" / "python", f'exec {shlex.join(forked_python())} "$@"')
+    scripts = {"torchrun": "echo torchrun was started >&2; exit 9"}
+    return run_with(scripts, folder, name, *flags, *more, examples=checkout / "examples")
+
+
+def write_command(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
 
 
 def run_with(
-    scripts: dict[str, str], folder: Path, name: str, *flags: str, rendezvous: str = "localhost:29500"
+    scripts: dict[str, str],
+    folder: Path,
+    name: str,
+    *flags: str,
+    rendezvous: str = "localhost:29500",
+    examples: Path = EXAMPLES,
 ) -> subprocess.CompletedProcess[str]:
     """Run a cluster script with these commands first on PATH; a rendezvous is written into a copy, as a user would."""
     tools = folder / "bin"
     tools.mkdir()
     for command, body in scripts.items():
-        (tools / command).write_text(f"#!/bin/sh\n{body}\n")
-        (tools / command).chmod(0o755)
-    script = script_of(name)
+        write_command(tools / command, body)
+    script = script_of(name, examples)
     if rendezvous != "localhost:29500":
         text = script.read_text()
         edits = {
@@ -178,13 +188,14 @@ def run_with(
         ["bash", str(script), *flags],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         cwd=folder,
-        env=os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
+        env=os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)},
     )
 
 
 @pytest.mark.parametrize("name", CLUSTER)
+@pytest.mark.slow
 def test_a_cluster_script_passes_the_dry_run_with_the_papers_settings(name: str, tmp_path: Path) -> None:
     done = launch(name, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -231,6 +242,7 @@ def test_a_cluster_script_passes_the_dry_run_with_the_papers_settings(name: str,
 
 
 @pytest.mark.parametrize(("name", "precision"), [("qwen3_30b_a3b", "bfloat16"), ("deepseek_v3", "float16")])
+@pytest.mark.slow
 def test_a_script_for_experts_passes_the_dry_run(name: str, precision: str, tmp_path: Path) -> None:
     done = launch(name, tmp_path, *(["--fp16"] if precision == "float16" else []))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -255,6 +267,7 @@ def test_a_script_for_experts_passes_the_dry_run(name: str, precision: str, tmp_
     assert not (tmp_path / "save").exists()
 
 
+@pytest.mark.slow
 def test_a_flag_at_the_end_of_a_cluster_script_wins(tmp_path: Path) -> None:
     done = launch("llama3_8b", tmp_path, "--rollout-max-lag", "3", "--vcpo-dry-run-processes", "16")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -262,6 +275,7 @@ def test_a_flag_at_the_end_of_a_cluster_script_wins(tmp_path: Path) -> None:
     assert "Rank map (16 processes, 8 engines of 2 ranks)" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_cluster_script_ends_it_with_code_2_and_one_sentence(tmp_path: Path) -> None:
     done = launch("qwen2.5_7b_math", tmp_path, "--num-layers", "27")
     assert done.returncode == 2

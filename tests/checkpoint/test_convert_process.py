@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,23 @@ from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
 from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, convert_to_megatron
 from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
 from megatron_vcpo.models.errors import CheckpointError
+from tests.oracle.forked import forked_python
 from tests.oracle.model_pairs import save_hf_model
 
 OPTIONS = ConversionOptions(shard_bytes=20_000)
 
 
-def worker(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("convert_worker.py")), *map(str, words)]
+def worker(*words: str | Path, python: Sequence[str] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    command = [*python, "-W", "ignore", str(Path(__file__).with_name("convert_worker.py")), *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_does_not_load_and_goes_on_to_the_same_bytes(tmp_path: Path, megatron_groups: Any) -> None:
     hf = tmp_path / "hf"
     save_hf_model(hf, "qwen3_moe", tied=False)
@@ -41,7 +44,7 @@ def test_a_killed_conversion_does_not_load_and_goes_on_to_the_same_bytes(tmp_pat
     convert_to_megatron(hf, whole, OPTIONS).folder.commit()
 
     target = tmp_path / "killed" / "out"
-    done = worker("kill", hf, target, 60_000)
+    done = worker("kill", hf, target, 60_000, python=forked_python())
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     assert not target.exists()
     partial = target.with_name("out.partial")
@@ -98,6 +101,7 @@ def test_a_source_that_changed_in_between_is_noticed(tmp_path: Path, megatron_gr
         convert_to_megatron(tmp_path / "hf", tmp_path / "out", OPTIONS)
 
 
+@pytest.mark.slow
 def test_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     """About 400 MB in one file; files of 16 MB come out. Largest tensors: 23 MB (gate and up), 16 MB (embedding)."""
     hidden, ffn, layers, vocab = 1024, 2816, 8, 4096

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_vcpo.checkpoint.convert.to_hf import convert_to_hf
 from megatron_vcpo.checkpoint.convert.to_megatron import ConversionOptions, convert_to_megatron
 from megatron_vcpo.checkpoint.model_files import read_model_folder
 from megatron_vcpo.checkpoint.torch_dist import TorchDistFolder
+from tests.oracle.forked import forked_python
 from tests.oracle.model_pairs import save_hf_model
 from tests.oracle.single_process import single_process_megatron
 
@@ -41,11 +42,12 @@ def train(folder: Path, *flags: str) -> None:
     """One supervised step on two processes with the flags that the converter wrote; saves to `folder`/trained."""
     arrays = '"${MODEL_ARGS[@]}" "${LOAD_ARGS[@]}"'
     launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_vcpo.supervised"
-    script = f'source "{folder}/megatron/megatron_flags.sh"; "{sys.executable}" -W ignore {launch} {arrays} "$@"'
+    python = shlex.join(forked_python())
+    script = f'source "{folder}/megatron/megatron_flags.sh"; {python} -W ignore {launch} {arrays} "$@"'
     words = [*TRAIN, "--rollout-tokenizer", str(folder / "tokenizer"), "--save", str(folder / "trained"), *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["bash", "-euc", script, "train", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
         pytest.fail(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-5000:]}")
     assert "loading release distributed checkpoint" in done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from examples.char_tokenizer import write_char_tokenizer
 from megatron_vcpo.checkpoint.torch_dist import TRACKER
 from megatron_vcpo.launch.folder_lock import LOCK_FILE, FolderLock
 from megatron_vcpo.observability.metrics import read_metrics
+from tests.oracle.forked import forked_python
 
 pytestmark = pytest.mark.distributed
 
@@ -32,12 +32,12 @@ def launch(folder: Path, *flags: str, processes: int = 1) -> subprocess.Complete
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     tokenizer = ("--rollout-tokenizer", str(folder / "tokenizer"))
     return subprocess.run(
-        [sys.executable, "-W", "ignore", *start, "-m", "megatron_vcpo.supervised", *FLAGS, *tokenizer, *flags],
+        [*forked_python(), "-W", "ignore", *start, "-m", "megatron_vcpo.supervised", *FLAGS, *tokenizer, *flags],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples.char_tokenizer import write_char_tokenizer
 from megatron_vcpo.observability.metrics import read_metrics
+from tests.oracle.forked import forked_python
 
 ROOT = Path(__file__).parents[2]
 FLAGS = [
@@ -32,7 +32,7 @@ def test_the_trainer_follows_the_engines_routes_and_comes_closer_to_it(tmp_path)
     write_char_tokenizer(tmp_path / "tokenizer")
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "ignore", "-m", "megatron_vcpo.train", *FLAGS),
+            *(*forked_python(vllm=True), "-W", "ignore", "-m", "megatron_vcpo.train", *FLAGS),
             *("--rollout-router-replay", "rollout", "--rollout-tokenizer", str(tmp_path / "tokenizer")),
             *("--rollout-run-dir", str(tmp_path / "run")),
         ],
@@ -40,7 +40,7 @@ def test_the_trainer_follows_the_engines_routes_and_comes_closer_to_it(tmp_path)
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

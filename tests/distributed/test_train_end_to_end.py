@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples.char_tokenizer import write_char_tokenizer
 from megatron_vcpo.observability.metrics import read_metrics
+from tests.oracle.forked import forked_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed]
 
@@ -53,9 +53,10 @@ COMPARED = (
 def launch(module: str, *flags: str, processes: int = 1) -> str:
     """Run a module of the package; its output, or a failure with the end of it."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    command = [sys.executable, "-W", "ignore", *start, "-m", module, *MODEL, *TASK, *flags]
+    python = forked_python(vllm=module == "megatron_vcpo.train")
+    command = [*python, "-W", "ignore", *start, "-m", module, *MODEL, *TASK, *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
         pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     return done.stdout + done.stderr

@@ -19,6 +19,7 @@ from megatron_vcpo.data.saved_batch import batch_path, load_batch
 from megatron_vcpo.observability.metrics import read_metrics
 from megatron_vcpo.patches.vllm_cpu_int8_saturation import is_exact
 from tests.oracle import tiny_models
+from tests.oracle.forked import forked_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed]
 
@@ -62,8 +63,8 @@ def test_a_run_on_int8_rollouts_learns_from_weights_that_are_quantized_at_every_
         *("--rollout-engine-quantization", str(quantized), "--rollout-save-batch", "8", "--sync-verify", "every"),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_vcpo.train", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    command = [*forked_python(vllm=True), "-W", "ignore", "-m", "megatron_vcpo.train", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert ("in two halves" in " ".join(done.stderr.split())) == sums_saturate()
     metrics = read_metrics(tmp_path / "run")

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import pytest
 from megatron_vcpo.config import ConfigError, PluginConfig
 from megatron_vcpo.launch import folder_lock
 from megatron_vcpo.launch.folder_lock import LOCK_FILE, FolderClaim, FolderLock
+from tests.oracle.forked import forked_python
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # of a lock that will come
@@ -162,7 +162,7 @@ def launch(folder: Path, save: str) -> list[tuple[int, dict[str, Any]]]:
     }
     members = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", MEMBER, str(rank), save],
+            [*forked_python(), "-W", "ignore", "-c", MEMBER, str(rank), save],
             cwd=folder,
             env=environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -170,10 +170,11 @@ def launch(folder: Path, save: str) -> list[tuple[int, dict[str, Any]]]:
         )
         for rank in range(2)
     ]
-    outputs = [member.communicate(timeout=300)[0] for member in members]
+    outputs = [member.communicate(timeout=900)[0] for member in members]
     return [(member.returncode, json.loads(output)) for member, output in zip(members, outputs, strict=True)]
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_the_answer_of_rank_0_and_meet_afterwards(tmp_path: Path) -> None:
     answers = launch(tmp_path, "")
     assert [code for code, _ in answers] == [0, 0]

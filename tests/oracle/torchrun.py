@@ -1,4 +1,4 @@
-"""Launch a worker under torchrun and show a developer the trace of the rank that failed."""
+"""Launch a worker as torchrun does and show a developer the trace of the rank that failed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.oracle.forked import forked_python
 from tests.oracle.worker import PASSED
 
 _ROOT = Path(__file__).parents[2]
 _SHOWN = 6000  # characters
 
 
-def torchrun(worker: Path, *arguments: str, processes: int, passed: str = PASSED, timeout: float = 500.0) -> str:
-    """Run the worker on gloo and return its output; the test fails unless the output holds the line `passed`."""
+def torchrun(
+    worker: Path, *arguments: str, processes: int, passed: str = PASSED, timeout: float = 900.0, forked: bool = True
+) -> str:
+    """Run the worker on gloo and return its output; the test fails unless the output holds the line `passed`.
+
+    forked: its processes are forks of one that has imported Megatron, and not new ones under torchrun itself.
+    """
     launcher = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
     done = subprocess.run(
-        [sys.executable, *launcher, str(worker), *arguments],
+        [*(forked_python() if forked else [sys.executable]), *launcher, str(worker), *arguments],
         cwd=_ROOT,
         env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

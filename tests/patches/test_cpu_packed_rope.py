@@ -2,12 +2,12 @@
 
 import inspect
 import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
+from tests.oracle.forked import forked_python
 from tests.oracle.single_process import single_process_megatron
 
 
@@ -31,6 +31,7 @@ def test_rotation_is_bit_identical_to_the_loop_over_sequences(lengths):
         assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 def test_stock_rope_still_loops():
     """When this fails, patches/cpu_packed_rope.py may no longer be needed."""
     code = """
@@ -40,5 +41,5 @@ def test_stock_rope_still_loops():
         from megatron.core.models.common.embeddings import rope_utils
         print("for x in sequence_splits" in inspect.getsource(rope_utils._apply_rotary_pos_emb_thd))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*forked_python(), "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=900)
     assert done.stdout.strip().endswith("True"), done.stdout + done.stderr

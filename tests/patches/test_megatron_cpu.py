@@ -3,19 +3,21 @@
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from megatron_vcpo.patches import megatron_cpu, modelopt_without_vllm
+from tests.oracle.forked import forked_python
 
 modelopt_without_vllm.apply()
 megatron_cpu.install()
 cpu_only = pytest.mark.skipif(not megatron_cpu.active(), reason="CUDA works here: the patches are not installed")
 
 
-def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+def run(code: str, python: Sequence[str] = (sys.executable,)) -> subprocess.CompletedProcess:
+    return subprocess.run([*python, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=900)
 
 
 @cpu_only
@@ -29,6 +31,7 @@ def test_cuda_factories_and_methods_land_on_the_cpu():
 
 
 @cpu_only
+@pytest.mark.slow
 def test_megatron_still_needs_the_cuda_alias():
     """When this fails, Megatron-Core builds a model without CUDA by itself: patches/torch_cuda_alias.py can shrink."""
     done = run(
@@ -58,6 +61,7 @@ def test_megatron_training_still_refuses_to_start_without_cuda():
 
 
 @cpu_only
+@pytest.mark.slow
 def test_stock_norm_still_refuses_sequence_parallelism():
     """When this fails, patches/torch_norm_sequence_parallel.py may no longer be needed."""
     done = run(
@@ -69,13 +73,15 @@ def test_stock_norm_still_refuses_sequence_parallelism():
         config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
             normalization="RMSNorm", tensor_model_parallel_size=2, sequence_parallel=True)
         WrappedTorchNorm(config, 32)
-        """
+        """,
+        forked_python(),
     )
     assert done.returncode != 0
     assert "sequence parallel" in done.stderr
 
 
 @cpu_only
+@pytest.mark.slow
 def test_stock_dispatcher_helper_still_skips_host_tensors():
     """When this fails, patches/moe_host_splits.py may no longer be needed."""
     done = run(
@@ -85,6 +91,7 @@ def test_stock_dispatcher_helper_still_skips_host_tensors():
         import torch
         from megatron.core.transformer.moe import moe_utils
         print(type(moe_utils.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)).__name__)
-        """
+        """,
+        forked_python(),
     )
     assert done.stdout.strip().endswith("Tensor"), done.stdout + done.stderr

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.oracle import tiny_models
+from tests.oracle.forked import forked_python
 
 _ROOT = Path(__file__).parents[2]
 _ENGINE = """
 import sys
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.patches import vllm_cpu_amx_permission
 
 if sys.argv[2] == "unpatched":
@@ -33,7 +33,11 @@ print("scored")
 def run(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     tiny_models.save("moe", 0, folder)
     return subprocess.run(
-        [sys.executable, "-c", _ENGINE, str(folder), how], cwd=_ROOT, capture_output=True, text=True, timeout=120
+        [*forked_python(vllm=True), "-c", _ENGINE, str(folder), how],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.oracle import tiny_models
+from tests.oracle.forked import forked_python
 
 _ROOT = Path(__file__).parents[2]
 _TRAINER = """
 import contextlib, sys
 import torch, torch.distributed as dist
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
 from megatron_vcpo.patches import vllm_shutdown_process_group
 
 if sys.argv[2] == "unpatched":
@@ -33,14 +33,18 @@ print("the groups are there")
 def run(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     tiny_models.save("llama", 0, folder)
     return subprocess.run(
-        [sys.executable, "-c", _TRAINER, str(folder), how], cwd=_ROOT, capture_output=True, text=True, timeout=120
+        [*forked_python(vllm=True), "-c", _TRAINER, str(folder), how],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
 
 
 _SECOND = """
 import sys
-from megatron_vcpo.rollout.engine import EngineError
-from megatron_vcpo.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from megatron_vcpo.engines.protocol import EngineError
+from megatron_vcpo.engines.vllm.engine import VLLMEngine, VLLMSettings
 
 folder, dense, experts = sys.argv[1:]
 if folder != "none":
@@ -63,7 +67,7 @@ def test_an_engine_that_failed_to_start_leaves_nothing_to_the_next(tmp_path, tra
         tiny_models.save(model, 0, tmp_path / model)
     folders = [str(tmp_path) if trainer else "none", str(tmp_path / "llama"), str(tmp_path / "moe")]
     finished = subprocess.run(
-        [sys.executable, "-c", _SECOND, *folders], cwd=_ROOT, capture_output=True, text=True, timeout=120
+        [*forked_python(vllm=True), "-c", _SECOND, *folders], cwd=_ROOT, capture_output=True, text=True, timeout=900
     )
     assert "refused: vLLM could not start" in finished.stdout, finished.stderr[-3000:]
     assert "the second engine started" in finished.stdout, finished.stderr[-3000:]

@@ -37,7 +37,7 @@ class TwoSides:
         self._opener = SharedMemoryOpener()
         self._indices: dict[int, Any] = {}
         self.sender = BucketSender(
-            SharedMemoryDelivery(), self._post, lambda what: self._taken.get(timeout=10), bucket_bytes=bucket_bytes
+            SharedMemoryDelivery(), self._post, lambda what: self._taken.get(timeout=60), bucket_bytes=bucket_bytes
         )
 
     def _post(self, message: tuple[Any, ...]) -> None:
@@ -67,7 +67,7 @@ class TwoSides:
         else:
             self.sender.finish()
             self._messages.put(("end",))
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
         while not self._taken.empty():  # the engine's last answer comes after all of these
             self._taken.get()
