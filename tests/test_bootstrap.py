@@ -103,7 +103,7 @@ class Machine:
 
     def run(self, *arguments: str, checkout: Path | None = None) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, checkout=checkout)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def refusal(self, *arguments: str) -> str:
@@ -196,10 +196,10 @@ def test_killed_set_up_is_done_again_from_nothing(ready: tuple[Machine, Path]) -
 
 def test_two_set_ups_at_once_build_one_environment(ready: tuple[Machine, Path]) -> None:
     machine, folder = ready
-    (folder / "pip.sleep").write_text("0.5")
+    (folder / "pip.sleep").write_text("2")
     other = machine.new_checkout("other")
     both = [machine.start(), machine.start(checkout=other)]
-    outputs = [process.communicate(timeout=60) for process in both]
+    outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert len((folder / "pip.calls").read_text().splitlines()) == 2
     assert sum("waiting for another set-up" in out for out, _ in outputs) == 1

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron_vcpo.runtime import phases
 from megatron_vcpo.runtime.watchdog import EXIT_CODE, Watchdog
 
-DEADLINE, LATEST = 2.0, 12.0  # seconds; the second allows for a busy machine
+DEADLINE, LATEST = 6.0, 300.0  # seconds; the second allows for a busy machine
+FOR_EVER = 600.0
 LONG = 600.0  # seconds: a deadline with signs of life so rare that only a new phase brings one
 
 
@@ -30,7 +31,7 @@ def wait_for_the_other() -> None:
 def sleeps_in_an_earlier_phase(rank: int) -> None:
     phases.enter("generate", alone=True, iteration=3)
     if rank == 1:
-        time.sleep(60)
+        time.sleep(FOR_EVER)
     phases.enter("exchange")
     wait_for_the_other()
 
@@ -38,7 +39,7 @@ def sleeps_in_an_earlier_phase(rank: int) -> None:
 def sleeps_in_the_same_phase(rank: int) -> None:
     phases.enter("train", iteration=3)
     if rank == 1:
-        time.sleep(60)
+        time.sleep(FOR_EVER)
     wait_for_the_other()
 
 
@@ -51,10 +52,18 @@ def enters_another_collective(rank: int) -> None:
         wait_for_the_other()
 
 
+def await_sign_of_life(phase: str) -> None:
+    """Until rank 1, this one, has told that it is in the phase."""
+    store = dist.PrefixStore("megatron_vcpo/watchdog", dist.distributed_c10d._get_default_store())
+    until = time.monotonic() + LATEST
+    while json.loads(store.get("1"))["phase"] != phase and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def is_frozen(rank: int) -> None:
     phases.enter("train", iteration=3)
-    time.sleep(0.5)  # signs of life come every tenth of a second
     if rank == 1:
+        await_sign_of_life("train")
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for_the_other()
 
@@ -63,10 +72,7 @@ def dies(rank: int) -> None:
     """As soon as it has told its phase, long before the sign of life that time alone would bring."""
     phases.enter("train", iteration=4)
     if rank == 1:
-        store = dist.PrefixStore("megatron_vcpo/watchdog", dist.distributed_c10d._get_default_store())
-        until = time.monotonic() + 5.0
-        while json.loads(store.get("1"))["phase"] != "train" and time.monotonic() < until:
-            time.sleep(0.01)
+        await_sign_of_life("train")
         os._exit(9)
     phases.enter("reduce")
     wait_for_the_other()
@@ -118,7 +124,7 @@ CASES: dict[Callable[[int], None], str | None] = {
 def member(case: Callable[[int], None], rank: int, store: Path, output: Path) -> None:
     sys.stderr = output.open("w", buffering=1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=50)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=FOR_EVER)
     )
     watchdog = Watchdog(
         dist.distributed_c10d._get_default_store(), rank=rank, world_size=2, deadline=LONG if case is dies else DEADLINE
@@ -157,7 +163,7 @@ def main() -> None:
         children = start(Path(folder))
         ended: dict[tuple[Callable[[int], None], int], tuple[int, float]] = {}
         awaited = {(case, 0) for case in CASES} | {(is_only_slow, 1)}
-        while not awaited <= ended.keys() and time.monotonic() - started < 45.0:
+        while not awaited <= ended.keys() and time.monotonic() - started < LATEST + 60.0:
             child, status = os.waitpid(-1, os.WNOHANG)
             if child:
                 ended[children.pop(child)] = (os.waitstatus_to_exitcode(status), time.monotonic() - started)

@@ -265,6 +265,7 @@ def test_a_cache_beyond_this_machine_s_memory_is_refused(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------- the process
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_flags_are_read_is_one_sentence_and_code_130() -> None:
     # The first thing that reading the flags imports.
     program = """
@@ -281,18 +282,19 @@ from megatron_vcpo.train import main
 main()
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=REPOSITORY, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=900, cwd=REPOSITORY, check=False
     )
     assert done.returncode == 130
     assert done.stdout == ""
     assert done.stderr == "megatron_vcpo: interrupted before the start; nothing was begun.\n"
 
 
+@pytest.mark.slow
 def test_bad_input_ends_the_process_with_code_2_and_one_sentence(command_line: CommandLine, tmp_path: Path) -> None:
     flags = command_line.flags(*jsonl(tmp_path / "gone.jsonl"))
     done = subprocess.run(
         [sys.executable, "-m", "megatron_vcpo.train", *flags],
-        capture_output=True, text=True, timeout=240, cwd=REPOSITORY,
+        capture_output=True, text=True, timeout=900, cwd=REPOSITORY,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stdout == ""

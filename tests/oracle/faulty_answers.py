@@ -28,7 +28,7 @@ class SleepyAnswers(SortDigits):
 
     def prompt(self, index: int) -> Prompt:
         if index == STOPS_AT and os.environ.get("RANK") == "1":
-            time.sleep(300)
+            time.sleep(3000)
         return super().prompt(index)
 
 

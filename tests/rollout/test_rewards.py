@@ -17,6 +17,8 @@ from megatron_vcpo.environments import EnvironmentSetupError, Prompt
 from megatron_vcpo.rollout.rewards.outcome import checked
 from megatron_vcpo.rollout.rewards.pool import RewardPool
 
+pytestmark = pytest.mark.slow
+
 PROMPT = Prompt(text="?")
 
 
@@ -128,9 +130,9 @@ def processes_in(file: Path) -> list[int]:
 
 
 def wait_for(happened) -> None:
-    until = time.monotonic() + 60.0
+    until = time.monotonic() + 300.0
     while not happened():
-        assert time.monotonic() < until, "it did not happen in a minute"
+        assert time.monotonic() < until, "it did not happen in five minutes"
         time.sleep(0.02)
 
 
@@ -235,7 +237,7 @@ def test_workers_and_what_they_started_end_with_their_owner_however_it_ends(tmp_
             keeper.suspend()
     if how.startswith("kill"):
         process.kill()
-    assert process.wait(timeout=60) == {"return": 0, "raise": 1}.get(how, -signal.SIGKILL)
+    assert process.wait(timeout=300) == {"return": 0, "raise": 1}.get(how, -signal.SIGKILL)
     wait_for(lambda: not alive(pids))
     if how == "kill all but a fork":
         os.kill(int(process.stdout.readline()), signal.SIGKILL)

@@ -118,17 +118,18 @@ def test_the_watched_thread_may_be_slow_and_a_missing_rank_ends_it(tmp_path: Pat
 PARENT = """
 import os, subprocess, sys, time
 child = "import time; from megatron_vcpo.runtime.watchdog import end_with_torchrun; end_with_torchrun(3)"
-subprocess.Popen([sys.executable, "-c", child + "; print('on', flush=True); time.sleep(%d)"])
+subprocess.Popen([sys.executable, "-c", child + "; print('on', flush=True); time.sleep(%d); print('lived on')"])
 time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "a shell"])
+@pytest.mark.slow
 def test_a_rank_ends_with_a_torchrun_that_is_killed_and_with_no_other_parent(launcher):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     if launcher == "torchrun":
         environment["TORCHELASTIC_RUN_ID"] = "x"
-    lifetime = 100 if launcher == "torchrun" else 8  # seconds of a rank that nothing ends
+    lifetime = 600 if launcher == "torchrun" else 8  # seconds of a rank that nothing ends
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT % lifetime],
         env=environment,
@@ -138,15 +139,14 @@ def test_a_rank_ends_with_a_torchrun_that_is_killed_and_with_no_other_parent(lau
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "on\n"
-    started = time.monotonic()
     parent.kill()
-    said = parent.communicate(timeout=200)[1]  # until the rank has ended too: it holds the same pipes
+    last, said = parent.communicate(timeout=900)  # until the rank has ended too: it holds the same pipes
     if launcher == "torchrun":
         assert f"megatron_vcpo: rank 3 ends: torchrun (process {parent.pid}), which started it, is gone." in said
-        assert time.monotonic() - started < 90.0
+        assert last == ""
     else:
         assert said == ""
-        assert time.monotonic() - started > 6.0
+        assert last == "lived on\n"
 
 
 @pytest.mark.distributed
@@ -158,7 +158,7 @@ def test_processes_that_do_not_meet_end_within_the_deadline_and_slow_ones_do_not
         env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
     assert "all faults named" in done.stdout, done.stdout + done.stderr[-4000:]

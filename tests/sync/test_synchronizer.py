@@ -140,12 +140,12 @@ def test_a_stuck_engine_ends_at_the_deadline_with_the_tensor_and_the_rank(megatr
 
 def test_a_slow_engine_that_goes_on_is_not_at_the_deadline(megatron_groups: Any, monkeypatch: Any) -> None:
     engine = RecordingEngine()
-    _, synchronizer = build(engine, megatron_groups, timeout=0.2)
+    _, synchronizer = build(engine, megatron_groups, timeout=1.0)
     take = engine.weights.__class__.__setitem__
-    engine.weights = type("Slow", (dict,), {"__setitem__": lambda s, n, t: (time.sleep(0.03), take(s, n, t))})()
+    engine.weights = type("Slow", (dict,), {"__setitem__": lambda s, n, t: (time.sleep(0.12), take(s, n, t))})()
     started = time.monotonic()
     assert synchronizer.publish(1).tensors == len(synchronizer.gatherer.names)
-    assert time.monotonic() - started > 0.4
+    assert time.monotonic() - started > 2.0
 
 
 def test_a_trainer_that_cannot_gather_says_which_tensor_was_next(megatron_groups: Any, monkeypatch: Any) -> None:
