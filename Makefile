@@ -2,6 +2,8 @@
 # The project is run from this folder and not installed: the environment is shared between checkouts.
 PYTHON ?=
 ARGS ?=
+# Processes that run tests; 0: the one that was started, which a debugger can stop.
+WORKERS ?= $(if $(filter 1,$(shell nproc)),0,2)
 BOOTSTRAP = tools/bootstrap.sh $(if $(PYTHON),--python '$(PYTHON)')
 RUN = PYTHONPATH='$(CURDIR)' .venv/bin/python
 BENCHMARKS = $(sort $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmarks/[a-z]*.py)))
@@ -10,7 +12,8 @@ BENCHMARKS = $(sort $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmark
 
 help:
 	@echo 'make demo     set up, then watch a small model learn with stale rollouts (minutes, no GPU needed; ARGS="SEED FOLDER")'
-	@echo 'make test     set up, then run the tests; ARGS="-k name" selects'
+	@echo 'make test     set up, then run the tests, on two cores (WORKERS=0: on one); ARGS="-k name" selects,'
+	@echo '              ARGS="-m fast" those without another process or an engine (under two minutes)'
 	@echo 'make setup    only set up: .venv becomes a link to the pinned environment in the cache folder'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make bench    the measurements in benchmarks/'
@@ -24,7 +27,7 @@ demo: setup
 	@bash examples/llama/demo.sh $(ARGS)
 
 test: setup
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	@$(RUN) -m ruff check .

@@ -31,7 +31,17 @@ EXTRAS_REQUIRE = {
     "gpu": ["vllm==0.32.0", "transformer-engine[core_cu13,pytorch]"],
     "modelopt": ["nvidia-modelopt==0.47.0", "requests"],
     "wandb": ["wandb>=0.31"],
-    "test": ["pytest>=9", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-requests", "types-tqdm", "wandb>=0.31"],
+    "test": [
+        "pytest>=9",
+        "pytest-xdist>=3.8",
+        "hypothesis",
+        "ruff",
+        "mypy",
+        "types-PyYAML",
+        "types-requests",
+        "types-tqdm",
+        "wandb>=0.31",
+    ],
 }
 # NVIDIA's apex is used when importable. It is no requirement: the index's package of that name is another project.
 

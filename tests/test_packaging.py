@@ -26,6 +26,8 @@ import megatron_vcpo
 from examples.char_tokenizer import write_char_tokenizer
 from tests.oracle.command_line import MODEL, ROLLOUT, RUN
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCE = (
     *("megatron_vcpo", "patches", "tools", "tests", "examples", "benchmarks"),

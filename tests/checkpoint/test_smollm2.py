@@ -33,6 +33,7 @@ def checkpoint() -> Path:
     return FOLDER
 
 
+@pytest.mark.slow
 def test_smollm2_computes_the_same_in_megatron_and_comes_back_bit_for_bit(
     checkpoint: Path, megatron_groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

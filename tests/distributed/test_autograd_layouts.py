@@ -34,6 +34,7 @@ def reference(tmp_path_factory):
     return path, steps
 
 
+@pytest.mark.slow
 def test_the_cases_are_worth_comparing(reference):
     """Every value of every setting occurs; bounds bite and gradients are clipped in some cases and not in others; no
     rounding moves a ratio over a bound; and what is spoilt, and nothing else, is left out."""

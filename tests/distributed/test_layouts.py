@@ -26,6 +26,7 @@ def reference(tmp_path_factory):
     return path, results
 
 
+@pytest.mark.slow
 def test_the_reference_is_worth_comparing_with(reference):
     """It trains: rho moves, baselines and penalties are there, and parameters of every kind change."""
     for name, result in reference[1].items():

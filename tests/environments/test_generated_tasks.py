@@ -106,6 +106,7 @@ def test_split_without_tasks_is_a_setup_error():
 
 
 @pytest.mark.parametrize(("spec", "config"), [("builtin:sort_digits", {}), ("reasoning_gym:chain_sum", {})])
+@pytest.mark.slow
 def test_same_index_gives_the_same_prompt_in_another_process(spec, config):
     code = (
         "import pickle, sys; from megatron_vcpo.environments import make_environment; "

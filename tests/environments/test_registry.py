@@ -70,6 +70,7 @@ def test_prompt_file_is_asked_for_by_the_split_s_flag_and_refused_where_nothing_
         make_environment("builtin:sort_digits", "train", 0, {}, "q.jsonl")
 
 
+@pytest.mark.slow
 def test_environments_import_nothing_heavy():
     heavy = "import sys, megatron_vcpo.rollout.rewards.pool; print(*(m.split('.')[0] for m in sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True).stdout.split()

@@ -184,6 +184,7 @@ def call_tool(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
 
 
+@pytest.mark.slow
 def test_tool_draws_and_prints_the_path(tmp_path: Path) -> None:
     first, second = write_run(tmp_path / "a" / "run", 3), write_run(tmp_path / "b" / "run", 4)
     done = call_tool(first)
@@ -193,6 +194,7 @@ def test_tool_draws_and_prints_the_path(tmp_path: Path) -> None:
     png_size(tmp_path / "both.png")
 
 
+@pytest.mark.slow
 def test_tool_says_in_one_sentence_what_is_wrong(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

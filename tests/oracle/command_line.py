@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,21 @@ ROLLOUT = (
 )
 
 
+@functools.cache
+def _remember_docstrings() -> None:
+    """Reading Megatron's dataclasses for the words of --help is most of a parse, and comes to the same each time."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    stock, known = ArgumentGroupFactory._get_field_docstrings, dict[type, dict[str, str]]()
+
+    def remembered(self: ArgumentGroupFactory, source: type) -> dict[str, str]:
+        if source not in known:
+            known[source] = stock(self, source)
+        return known[source]
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+
+
 @dataclass
 class CommandLine:
     """Parses in this process what torchrun would hand to every rank."""
@@ -47,6 +63,7 @@ class CommandLine:
         """Up to the plugin's own checks."""
         from megatron_vcpo.launch.flags import parse
 
+        _remember_docstrings()
         self.monkeypatch.setattr(sys, "argv", ["train.py", *self.flags(*more)])
         self.monkeypatch.setenv("RANK", "0")
         self.monkeypatch.setenv("WORLD_SIZE", str(self.processes))

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from megatron_vcpo.patches import megatron_cpu, mla_direct_query, mla_local_key_gradient
 from megatron_vcpo.patches.cpu_packed_attention import PackedCoreAttention
+
+# As patches/torch_cuda_alias.py has it where torch's compiler is not imported before it.
+torch._dynamo.config.disable = True
 
 HIDDEN, LAYERS, HEADS, GROUPS, HEAD_DIM, FFN, MOE_FFN, EXPERTS = 32, 2, 4, 2, 8, 48, 24, 4
 VOCAB = 101  # odd: Megatron pads it
