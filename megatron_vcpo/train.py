@@ -9,22 +9,26 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from megatron_vcpo.runtime import logs
 
 if TYPE_CHECKING:
     from megatron_vcpo.config import PluginConfig
     from megatron_vcpo.flow.loop import Loop
     from megatron_vcpo.plugin import LoopFactory, MegatronPlugin
     from megatron_vcpo.rollout.inputs import Inputs
+
+logger = logging.getLogger("megatron_vcpo.train")  # the module's name is __main__
 
 
 def main() -> None:
@@ -81,12 +85,9 @@ def _prepare(adjust: Callable[[PluginConfig], None] | None) -> tuple[argparse.Na
     """The flags, checked, and what the checks opened; exits with code 2 after one sentence."""
     from megatron_vcpo.patches import megatron_cpu
 
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    # A dozen times at import; where they are needed, Megatron and the dry run say so.
-    warnings.filterwarnings("ignore", message=".*([Tt]ransformer.[Ee]ngine|Apex)")
-    warnings.filterwarnings("ignore", message="transformers .* is not tested with current version of modelopt")
+    logs.quiet_libraries()
     _be_one_process_without_torchrun()
+    logs.configure(rank=int(os.environ["RANK"]))
     megatron_cpu.install()
     megatron_cpu.patch_megatron()
     from megatron_vcpo.config import ConfigError
@@ -97,6 +98,7 @@ def _prepare(adjust: Callable[[PluginConfig], None] | None) -> tuple[argparse.Na
 
     try:
         args, config = parse(adjust)
+        logs.configure(rank=args.rank, level=config.vcpo.log_level)
         inputs = preflight.check(args, config)
         finish(args, config, inputs.vocab_size)
         preflight.check_model(args, config, inputs.vocab_size)
@@ -105,7 +107,7 @@ def _prepare(adjust: Callable[[PluginConfig], None] | None) -> tuple[argparse.Na
             atexit.register(FolderClaim(args, config).close)  # runs after threads that still remove old checkpoints
     except ConfigError as error:
         if os.environ["LOCAL_RANK"] == "0":  # once for each machine, which may lack a file of its own
-            print(f"megatron_vcpo: {error}", file=sys.stderr)
+            logger.error(str(error))
         sys.exit(2)
     if not config.vcpo.dry_run:
         make_global(args, config)
@@ -145,18 +147,15 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, lo
             plugin.forward_step,
         )
         if plugin.loop is None and args.iteration >= args.train_iters and args.rank == 0:
-            print(
-                f"megatron_vcpo: nothing is left to train: the checkpoint in --load {args.load} is of iteration "
-                f"{args.iteration}, and --train-iters is {args.train_iters}; raise it to go on.",
-                file=sys.stderr,
-                flush=True,
+            logger.warning(
+                f"nothing is left to train: the checkpoint in --load {args.load} is of iteration {args.iteration}, and "
+                f"--train-iters is {args.train_iters}; raise it to go on."
             )
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, KeyboardInterrupt):
-            print(
-                "megatron_vcpo: interrupted; go on from the last checkpoint with --load. With --exit-signal-handler "
-                "--exit-signal SIGINT a run saves itself first.",
-                file=sys.stderr,
+            logger.error(
+                "interrupted; go on from the last checkpoint with --load. With --exit-signal-handler --exit-signal "
+                "SIGINT a run saves itself first."
             )
             sys.exit(130)
         sentence = None if isinstance(error, SystemExit) else failure_sentence(error, args, config.rollout.run_dir)
@@ -164,11 +163,11 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, lo
             where = None if isinstance(error, SystemExit) else plugin.explain(error)
             if where is not None:
                 reason = str(error).partition("\n")[0]
-                print(f"megatron_vcpo: {where} ({type(error).__name__}: {reason})", file=sys.stderr, flush=True)
+                logger.error(f"{where} ({type(error).__name__}: {reason})")
                 if peer_is_gone(error):
                     sys.exit(EXIT_CODE)
             raise
-        print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)
+        logger.error(sentence)
         sys.exit(1)
     finally:
         plugin.close()

@@ -12,9 +12,11 @@ function is not patched. No longer needed when
 from __future__ import annotations
 
 import functools
-import sys
+import logging
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def apply() -> None:
@@ -30,11 +32,9 @@ def _checked(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
         if module._results_queue is not None and not _answers(module._results_queue):
-            print(
-                "megatron_vcpo: note: the process that collects what a checkpoint's writers wrote was ended from "
-                "outside; a new one is started.",
-                file=sys.stderr,
-                flush=True,
+            logger.warning(
+                "note: the process that collects what a checkpoint's writers wrote was ended from outside; a new one "
+                "is started."
             )
             module._results_queue = None
         return stock(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What all tests share: property tests on a busy machine, which tests are fast, which files come first, a fixture."""
+"""What all tests share: property tests on a busy machine, which tests are fast, which files come first, fixtures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from megatron_vcpo.runtime import logs
 
 # Property tests on a busy machine are slow, and no less right: its first tensor operation may take a second, and
 # drawing a minibatch several.
@@ -32,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item, found in zip(items, marks, strict=True):
             seconds[item.path] += 0.05 + sum(_SECONDS[name] for name in found)
         items.sort(key=lambda item: -seconds[item.path])
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_in_training() -> None:
+    """Every test anew: one may have run a command, which names itself instead."""
+    logs.configure(rank=0)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("vcpo_load_hf", "vcpo_verify_checkpoint", "vcpo_tokens_per_micro_batch", "vcpo_logit_chunk"),
         *("vcpo_dry_run", "vcpo_dry_run_processes", "vcpo_phase_deadline"),
     ),
-    "Output": ("rollout_run_dir", "rollout_save_trajectories", "rollout_save_batch", "rollout_quiet"),
+    "Output": ("rollout_run_dir", "rollout_save_trajectories", "rollout_save_batch", "rollout_quiet", "vcpo_log_level"),
 }
 _HEAD = """# Flags
 

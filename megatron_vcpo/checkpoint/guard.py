@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from megatron_vcpo.checkpoint import checksums
 from megatron_vcpo.checkpoint.torch_dist import TRACKER
+from megatron_vcpo.runtime.logs import log_single_rank
+
+logger = logging.getLogger(__name__)
 
 
 def install(*, verify: bool, rollout_state: bool) -> None:
@@ -41,8 +44,10 @@ def install(*, verify: bool, rollout_state: bool) -> None:
     @functools.wraps(stock_load)
     def load_common_state_dict(checkpoint_dir: Any) -> Any:
         if verify and not checksums.verify(Path(checkpoint_dir), rollout_state=rollout_state):
-            _say(
-                f"note: {checkpoint_dir} holds no {checksums.MANIFEST}, so that damage of its files is not looked for."
+            log_single_rank(
+                logger,
+                logging.INFO,
+                f"note: {checkpoint_dir} holds no {checksums.MANIFEST}, so that damage of its files is not looked for.",
             )
         return stock_load(checkpoint_dir)
 
@@ -64,8 +69,3 @@ def _finish(folder: Path, verify: bool) -> None:
         checksums.write(folder)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         checksums.remove(folder)
-
-
-def _say(sentence: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)

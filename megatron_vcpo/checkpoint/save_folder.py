@@ -6,13 +6,15 @@ A run continues from its --save folder or starts in an empty one; it never takes
 from __future__ import annotations
 
 import argparse
+import logging
 import re
-import sys
 from pathlib import Path
 
 from megatron_vcpo.checkpoint.torch_dist import TRACKER
 from megatron_vcpo.config import ConfigError
 from megatron_vcpo.runtime.files import replace_bytes, sync
+
+logger = logging.getLogger(__name__)
 
 _RELEASE = "release"
 
@@ -85,11 +87,9 @@ def set_aside(args: argparse.Namespace, iteration: int) -> None:
         number += 1
     earlier.rename(kept)
     sync(folder)
-    print(
-        f"megatron_vcpo: note: --save {folder} held a checkpoint of iteration {iteration} already, of a run that went "
-        f"further than this one's start; it is kept as {kept.name} until you remove it.",
-        file=sys.stderr,
-        flush=True,
+    logger.info(
+        f"note: --save {folder} held a checkpoint of iteration {iteration} already, of a run that went further than "
+        f"this one's start; it is kept as {kept.name} until you remove it."
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_vcpo.checkpoint.convert.warnings import be_quiet
 from megatron_vcpo.patches import megatron_cpu
+from megatron_vcpo.runtime import logs
 
 _EPILOG = """\
 TARGET then loads with --load TARGET on any layout, at iteration 0 and without optimizer state. Megatron's flags for
@@ -20,7 +20,7 @@ While it runs, everything is in TARGET.partial; after an interruption the same c
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 after one sentence on stderr, 130 when interrupted."""
-    be_quiet()
+    logs.quiet_libraries(offline=True)
     megatron_cpu.install()
     from megatron_vcpo.checkpoint.convert import command as convert_command
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_vcpo.checkpoint.convert.warnings import be_quiet
 from megatron_vcpo.patches import megatron_cpu
+from megatron_vcpo.runtime import logs
 
 _EPILOG = """\
 SOURCE is what training wrote, from any layout; optimizer state is left out. While it runs, everything is in
@@ -16,7 +16,7 @@ TARGET.partial; after an interruption the same command goes on there.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 after one sentence on stderr, 130 when interrupted."""
-    be_quiet()
+    logs.quiet_libraries(offline=True)
     megatron_cpu.install()
     from megatron_vcpo.checkpoint.convert import command as convert_command
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_vcpo.checkpoint.convert.warnings import be_quiet
 from megatron_vcpo.patches import megatron_cpu
+from megatron_vcpo.runtime import logs
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _EPILOG = """\
@@ -69,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.trajectories < 1:
         parser.error("--trajectories must be at least 1.")
-    be_quiet()
+    logs.configure_command("mismatch_report")
+    logs.quiet_libraries(offline=True)
     megatron_cpu.install()
     from megatron_vcpo.data.saved_batch import SavedBatchError
     from megatron_vcpo.engines.protocol import EngineError
@@ -79,10 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(options)
     except (SavedBatchError, CheckpointError, ReplayError, EngineError) as error:
-        print(f"mismatch_report: {error}", file=sys.stderr)
+        logger.error(str(error))
         return 1
     except OSError as error:
-        print(f"mismatch_report: the picture could not be written: {error}.", file=sys.stderr)
+        logger.error(f"the picture could not be written: {error}.")
         return 1
     return 0
 
@@ -101,7 +104,7 @@ def _run(options: argparse.Namespace) -> None:
 
     def say(what: str) -> None:
         if not options.quiet:
-            print(f"scoring: {what}", file=sys.stderr)
+            logger.info(f"scoring: {what}")
 
     with single_process(), tempfile.TemporaryDirectory() as scratch:
         sampler = open_weights(options.sampler, step=options.sampler_step)

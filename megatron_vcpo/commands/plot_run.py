@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vcpo.observability.metrics import MetricsFileError
 from megatron_vcpo.observability.picture import PICTURE_FILE, plot_run, plot_runs
+from megatron_vcpo.runtime import logs
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folder that holds metrics.jsonl")
     parser.add_argument("-o", "--output", type=Path, help=f"picture (default: {PICTURE_FILE} in the first RUN)")
     options = parser.parse_args(arguments)
+    logs.configure_command("plot_run")
     try:
         for run in options.runs:
             if not run.is_dir():
@@ -27,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             path = plot_runs(dict(zip(_labels(options.runs), options.runs)), output)
     except MetricsFileError as error:
-        print(f"plot_run: {error}", file=sys.stderr)
+        logger.error(str(error))
         return 1
     except OSError as error:
-        print(f"plot_run: the picture could not be written: {error}.", file=sys.stderr)
+        logger.error(f"the picture could not be written: {error}.")
         return 1
     print(path)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +11,9 @@ from megatron_vcpo.checkpoint.quantize.calibrate import CONFIGURATIONS, Quantize
 from megatron_vcpo.environments import EnvironmentSetupError, draw_prompt, make_environment
 from megatron_vcpo.environments.questions import strict_json
 from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.runtime import logs
+
+logger = logging.getLogger(__name__)
 
 _LARGEST = 1 << 20  # prompts, or tokens of one: far beyond any calibration, within any memory
 _DRAWS = 10  # prompts looked at for each that is needed, where some come again
@@ -50,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("calibration", "measured", "response_tokens", "max_prompt_tokens"):
         if not 1 <= getattr(options, name) <= _LARGEST:
             parser.error(f"--{name.replace('_', '-')} must lie between 1 and {_LARGEST}.")
+    logs.configure_command("quantize_for_rollout")
     try:
         require_optimizer(options.format)
         result = quantize(
@@ -64,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 max_prompt_tokens=options.max_prompt_tokens,
                 chat=options.chat_template,
                 seed=options.seed,
-                progress=lambda what: print(f"{what} ...", file=sys.stderr),
+                progress=lambda what: logger.info(f"{what} ..."),
             ),
         )
     except (CheckpointError, EnvironmentSetupError) as error:
-        print(f"quantize_for_rollout: {error}", file=sys.stderr)
+        logger.error(str(error))
         return 2
     except KeyboardInterrupt:
-        print(f"quantize_for_rollout: interrupted; nothing is left of {options.target}.", file=sys.stderr)
+        logger.error(f"interrupted; nothing is left of {options.target}.")
         return 130
     print("\n".join(result.lines()))
     print(options.target)

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_vcpo.checkpoint.convert.warnings import be_quiet
 from megatron_vcpo.patches import megatron_cpu
+from megatron_vcpo.runtime import logs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 for the same model, 3 for another, 1 after one sentence on stderr."""
-    be_quiet()
+    logs.quiet_libraries(offline=True)
     megatron_cpu.install()
     from megatron_vcpo.checkpoint.convert import command as convert_command
 

@@ -131,6 +131,12 @@ class VCPOConfig:
     """Note a checksum of every file of a checkpoint when its save is complete, and compare them before a load
     (docs/checkpoints.md says what it costs); off does neither."""
 
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is written to stderr. error: only why the run ends. warning: also rejected rewards, refused trajectories,
+    and steps that were skipped or made again. info: also notes on flags, folders and checkpoints. debug: also, from
+    every rank and with the time, each phase it enters, each publication and each rollout phase. Megatron's own messages
+    follow --logging-level."""
+
     dry_run: bool = False
     """Check every flag, print the resolved configuration, rank map and memory estimate, start nothing, exit 0."""
 

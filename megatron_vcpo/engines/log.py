@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vcpo.engines.protocol import EngineError
+
+logger = logging.getLogger(__name__)
 
 _LOGGER = "vllm"
 _OWN_CONFIG = "VLLM_LOGGING_CONFIG_PATH"  # set by users who direct vLLM's log themselves
@@ -43,7 +44,10 @@ class EngineLog:
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Within this context, records go to the file. An EngineError raised in it names the file, which also gets its
-        traceback."""
+        traceback.
+
+        Enter it before the engine's turn, which drops all warnings, including this context's own.
+        """
         self._records, self._lost = 0, None
         try:
             with self._attached():
@@ -55,7 +59,7 @@ class EngineLog:
                 raise
             raise EngineError(f"{str(error).rstrip('.')}. {self._where()}") from error.__cause__
         if self._records:
-            print(f"megatron_vcpo: vLLM logged an error and went on. {self._where()}", file=sys.stderr, flush=True)
+            logger.warning(f"vLLM logged an error and went on. {self._where()}")
 
     def note(self, text: str) -> None:
         """Log `text` as an error record."""
@@ -86,20 +90,20 @@ class EngineLog:
 
     @contextlib.contextmanager
     def _attached(self) -> Iterator[None]:
-        logger = logging.getLogger(_LOGGER)
+        theirs = logging.getLogger(_LOGGER)
         if os.environ.get(_OWN_CONFIG):
-            logger.addHandler(self._handler)
+            theirs.addHandler(self._handler)
             try:
                 yield
             finally:
-                logger.removeHandler(self._handler)
+                theirs.removeHandler(self._handler)
             return
-        handlers, propagate = logger.handlers, logger.propagate
-        logger.handlers, logger.propagate = [self._handler], False
+        handlers, propagate = theirs.handlers, theirs.propagate
+        theirs.handlers, theirs.propagate = [self._handler], False
         try:
             yield
         finally:
-            logger.handlers, logger.propagate = handlers, propagate
+            theirs.handlers, theirs.propagate = handlers, propagate
 
 
 class _Handler(logging.Handler):

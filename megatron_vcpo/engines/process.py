@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -37,6 +38,7 @@ from megatron_vcpo.engines.protocol import (
     Sampling,
 )
 from megatron_vcpo.engines.pulse import Listener, Pulse
+from megatron_vcpo.runtime import logs
 from megatron_vcpo.sync.receiver import UpdateReport
 from megatron_vcpo.sync.transports.channel import BucketSender, WeightDelivery, receive_buckets
 
@@ -74,7 +76,7 @@ class ProcessEngine:
         self._pipe, theirs = Pipe()
         _limit_blocking(self._pipe, timeout)
         self._pulse = Pulse()
-        self._process = _spawn(theirs, self._pulse)
+        self._process = _spawn(theirs, self._pulse, rank)
         theirs.close()
         self._post(("start", settings, torch.get_num_threads()))
         try:
@@ -267,7 +269,7 @@ def _limit_blocking(pipe: Connection, seconds: float) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def _spawn(pipe: Connection, pulse: Pulse) -> subprocess.Popen[bytes]:
+def _spawn(pipe: Connection, pulse: Pulse, rank: int) -> subprocess.Popen[bytes]:
     """Run this module as a program with one end of the pipe; multiprocessing's children would import the main
     module."""
     environment = {
@@ -283,7 +285,8 @@ def _spawn(pipe: Connection, pulse: Pulse) -> subprocess.Popen[bytes]:
     # The kernel kills the child when the thread that started it ends, so only a child of the main thread may ask for
     # that.
     bound = threading.current_thread() is threading.main_thread()
-    numbers = [pipe.fileno(), pulse.fileno(), os.getpid(), int(bound)]
+    level = logging.getLogger(logs.LOGGER).getEffectiveLevel()
+    numbers = [pipe.fileno(), pulse.fileno(), os.getpid(), int(bound), rank, level]
     command = [sys.executable, "-m", "megatron_vcpo.engines.process", *map(str, numbers)]
     return subprocess.Popen(command, pass_fds=(pipe.fileno(), pulse.fileno()), env=environment)
 
@@ -375,8 +378,9 @@ def _be_killed_with_owner() -> None:
 
 def main() -> None:
     """Run by `ProcessEngine`. Arguments: pipe and pulse descriptors, the trainer's process id, 1 if its main thread
-    asks."""
-    descriptor, pulse, owner, bound = (int(argument) for argument in sys.argv[1:])
+    asks, the trainer's rank and log level: the child's messages look like its trainer's."""
+    descriptor, pulse, owner, bound, rank, level = (int(argument) for argument in sys.argv[1:])
+    logs.configure(rank=rank, level=level)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     if bound:
         _be_killed_with_owner()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,6 @@ from megatron_vcpo.engines.process import ProcessEngine
 from megatron_vcpo.engines.protocol import RolloutEngine
 from megatron_vcpo.engines.quantized import QuantizedEngine
 from megatron_vcpo.engines.vllm.engine import VLLMSettings
-from megatron_vcpo.flow.journal import Journal
 from megatron_vcpo.flow.policy_model import model_description, padded_vocab_size
 from megatron_vcpo.flow.publisher import Publisher
 from megatron_vcpo.models.description import ModelFacts
@@ -26,8 +26,11 @@ from megatron_vcpo.patches import megatron_cpu, torch_cuda_alias, vllm_cpu_int8_
 from megatron_vcpo.rollout.inputs import Inputs, environment_arguments
 from megatron_vcpo.rollout.rewards.pool import RewardPool
 from megatron_vcpo.runtime.agreement import raise_together
+from megatron_vcpo.runtime.logs import log_single_rank
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from megatron_vcpo.sync.verify import default_tolerance
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -75,7 +78,6 @@ def build_engine(
     inputs: Inputs,
     run_dir: Path,
     model: list[Any],
-    journal: Journal,
 ) -> RolloutEngine:
     """This rank's engine, or its share of one. Raises EngineError if it cannot start."""
     rollout = config.rollout
@@ -106,9 +108,11 @@ def build_engine(
     if quantized is None:
         return engine
     if vllm_cpu_int8_saturation.in_use():
-        journal.say(
+        log_single_rank(
+            logger,
+            logging.INFO,
             "this processor adds INT8 products in 16 bits, which saturate: the engine keeps its INT8 weights in two "
-            "halves, which is exact and takes twice the time (docs/quantization.md)"
+            "halves, which is exact and takes twice the time (docs/quantization.md)",
         )
     return QuantizedEngine(engine, QuantizationRecipe(quantized))
 
@@ -137,7 +141,6 @@ def build_publisher(
     model: list[Any],
     optimizer: Any,
     engine: RolloutEngine,
-    journal: Journal,
 ) -> Publisher:
     """What publishes the policy's weights to the engine. Raises SyncError if model and table of names disagree."""
     description = model_description(args, config, inputs, model)
@@ -159,7 +162,6 @@ def build_publisher(
         engine,
         config.sync,
         tolerance=tolerance,
-        journal=journal,
         model=model,
         stale_replicas=optimizer if args.overlap_param_gather else None,
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -40,6 +41,9 @@ from megatron_vcpo.rollout.rewards.pool import RewardPool
 from megatron_vcpo.rollout.sampler import PromptSampler
 from megatron_vcpo.rollout.stopping import describe_stops
 from megatron_vcpo.runtime import phases
+from megatron_vcpo.runtime.logs import log_single_rank
+
+logger = logging.getLogger(__name__)
 
 _SHOWN_REFUSALS = 3  # most refusals that are explained at a time
 
@@ -131,7 +135,7 @@ class ColocatedLoop(Loop):
 
     def _tell(self, refused: Sequence[Refusal]) -> None:
         for refusal in refused[:_SHOWN_REFUSALS]:
-            self.journal.say(f"refused {refusal.sentence}")
+            log_single_rank(logger, logging.WARNING, f"refused {refusal.sentence}")
 
     def _evaluation_is_due(self) -> bool:
         done, interval = self.args.curr_iteration + 1, self.config.rollout.eval_interval
@@ -194,17 +198,18 @@ class ColocatedLoop(Loop):
         """Build the engine, publish the first weights, and evaluate them if the run is new."""
         super().start(model=model, optimizer=optimizer)
         rollout = self.config.rollout
-        self.journal.say(f"a response ends at {describe_stops(rollout, self.inputs.tokenizer)}")
+        ends = describe_stops(rollout, self.inputs.tokenizer)
+        log_single_rank(logger, logging.INFO, f"a response ends at {ends}")
         self._samples = assembly.open_samples(
             self.args, self.config, self.inputs, self.run_dir, next_group=self.sampler.drawn
         )
         splits: tuple[Literal["train", "eval"], ...] = ("train", "eval") if rollout.eval_interval else ("train",)
         for split in splits:
             self._rewards[split] = self._reward_pool(split) if self.place.leader else None
-        self.engine = assembly.build_engine(self.args, self.config, self.inputs, self.run_dir, model, self.journal)
+        self.engine = assembly.build_engine(self.args, self.config, self.inputs, self.run_dir, model)
         self._open.callback(self.engine.shutdown)
         self.publisher = assembly.build_publisher(
-            self.args, self.config, self.inputs, self.groups, model, optimizer, self.engine, self.journal
+            self.args, self.config, self.inputs, self.groups, model, optimizer, self.engine
         )
         self.collector = RolloutCollector(
             engine=self.engine,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -75,11 +74,6 @@ class Journal:
     def add(self, values: Mapping[str, float]) -> None:
         """Add metrics to this iteration's record, besides its step's own."""
         self._values |= values
-
-    def say(self, sentence: str) -> None:
-        """Print a sentence for the user, on one rank only."""
-        if self.args.rank == 0:
-            print(f"megatron_vcpo: {sentence}", file=sys.stderr, flush=True)
 
     def write(self, record: Mapping[str, float]) -> None:
         """Write an iteration's metrics and times to metrics.jsonl, the console and Megatron's writers."""

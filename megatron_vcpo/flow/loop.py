@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from megatron_vcpo.flow.journal import Journal, step_record
 from megatron_vcpo.flow.trainer import Trainer
 from megatron_vcpo.mcore.step.outcome import StepOutcome, Verdict
 from megatron_vcpo.rollout.inputs import Inputs
+from megatron_vcpo.runtime.logs import log_single_rank
+
+logger = logging.getLogger(__name__)
 
 _COUNTED = ("nonfinite_trajectories", "baseline_fallbacks", "vetoed")  # metrics whose mean, times N, is a count
 
@@ -59,7 +63,8 @@ class Loop:
         with self.journal.timer("train"):
             outcome = trainer.train(minibatch)
         if outcome.verdict is Verdict.SKIPPED:
-            self.journal.say(f"iteration {self.args.curr_iteration + 1} was skipped: {outcome.reason}.")
+            sentence = f"iteration {self.args.curr_iteration + 1} was skipped: {outcome.reason}."
+            log_single_rank(logger, logging.WARNING, sentence)
         return outcome
 
     def settle(self, minibatch: Minibatch, outcome: StepOutcome) -> None:

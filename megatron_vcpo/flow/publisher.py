@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_vcpo.config import SyncConfig
 from megatron_vcpo.data.trajectory import Trajectory
-from megatron_vcpo.flow.journal import Journal
 from megatron_vcpo.flow.trainer import Trainer
 from megatron_vcpo.runtime import phases
 from megatron_vcpo.runtime.agreement import raise_together
+from megatron_vcpo.runtime.logs import log_single_rank
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.receiver import WeightReceiver
 from megatron_vcpo.sync.synchronizer import WeightSynchronizer
 from megatron_vcpo.sync.verify import compare_logprobs
+
+logger = logging.getLogger(__name__)
 
 _VERIFIED_TRAJECTORIES = 32  # number of trajectories to compare after a verified publication
 
@@ -27,7 +30,6 @@ class Publisher:
         receiver: what the weights are published to.
         config: when to publish, and which publications are verified.
         tolerance: largest mean absolute difference of log-probs after a verified publication, in nats.
-        journal: for the seconds and messages.
         model: Megatron's list of model chunks.
         stale_replicas: the optimizer, if parameters are gathered only before the next forward pass
             (--overlap-param-gather); else None.
@@ -40,7 +42,6 @@ class Publisher:
         config: SyncConfig,
         *,
         tolerance: float,
-        journal: Journal,
         model: list[Any],
         stale_replicas: Any | None,
     ) -> None:
@@ -48,7 +49,6 @@ class Publisher:
         self._synchronizer = synchronizer
         self._config = config
         self._tolerance = tolerance
-        self._journal = journal
         self._model = model
         self._stale_replicas = stale_replicas
         self._published = 0
@@ -72,9 +72,11 @@ class Publisher:
         self._published += 1
         self._unproven |= verify
         if verify and report.unreadable:
-            self._journal.say(
+            log_single_rank(
+                logger,
+                logging.INFO,
                 f"verified the weights of version {report.version}, but for {len(report.unreadable)} tensors that the "
-                f"engine keeps packed ({report.unreadable[0]}, ...): there the log-probs decide"
+                f"engine keeps packed ({report.unreadable[0]}, ...): there the log-probs decide",
             )
 
     def needs_proof(self, version: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,9 @@ from megatron_vcpo.flow.journal import Journal
 from megatron_vcpo.mcore.step.outcome import StepOutcome, Verdict
 from megatron_vcpo.mcore.step.policy_step import PolicyStep
 from megatron_vcpo.runtime import phases
+from megatron_vcpo.runtime.logs import log_single_rank
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer(Protocol):
@@ -37,7 +41,7 @@ class MegatronTrainer:
         feeds: the iterators from which Megatron takes micro-batches, one for each model chunk.
         train_step: Megatron's own function.
         call: the arguments that Megatron called it with.
-        journal: counts and reports repeated steps.
+        journal: counts repeated steps.
     """
 
     def __init__(
@@ -69,9 +73,11 @@ class MegatronTrainer:
             if outcome.verdict is not Verdict.REPEAT:
                 return outcome
             self._journal.count("repeated_steps", 1)
-            self._journal.say(
+            log_single_rank(
+                logger,
+                logging.WARNING,
                 f"iteration {self._journal.args.curr_iteration + 1} is made again without {len(outcome.excluded)} of "
-                f"{len(minibatch.trajectories)} trajectories, which are not finite under the policy."
+                f"{len(minibatch.trajectories)} trajectories, which are not finite under the policy.",
             )
 
     def _attempt(self, minibatch: Minibatch) -> StepOutcome:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from megatron_vcpo.launch.idle_flags import idle_flags
 from megatron_vcpo.launch.megatron_flags import check_routers, data_parallel_size, reason, require_megatron_flags
 from megatron_vcpo.mcore.energies.unsupported import require_supported
 from megatron_vcpo.patches import megatron_cpu, megatron_help_percent
+
+logger = logging.getLogger(__name__)
 
 _GROUPS: dict[str, type] = {"vcpo": VCPOConfig, "rollout": RolloutConfig, "sync": SyncConfig}
 
@@ -313,4 +316,4 @@ def make_global(args: argparse.Namespace, config: PluginConfig) -> None:
     set_global_variables(args)
     if args.rank == 0:
         for sentence in idle_flags(args, config):
-            print(f"megatron_vcpo: note: {sentence}", file=sys.stderr)
+            logger.info(f"note: {sentence}")

@@ -11,9 +11,9 @@ import argparse
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -25,6 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_vcpo.checkpoint.save_folder import refuse_takeover
 from megatron_vcpo.config import ConfigError, PluginConfig
+
+logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 _PATIENCE = 5.0  # seconds: a process that was killed holds its files until its memory is given back
@@ -138,10 +140,9 @@ class FolderClaim:
             return {"refusal": str(error), "run_dir": None}
         for folder, lock in zip(named.values(), self._locks, strict=True):
             if not lock.supported:
-                print(
-                    f"megatron_vcpo: note: the file system of {folder} knows no locks (flock): nothing keeps a second "
-                    "run out of this folder; start none there.",
-                    file=sys.stderr,
+                logger.warning(
+                    f"note: the file system of {folder} knows no locks (flock): nothing keeps a second run out of this "
+                    "folder; start none there."
                 )
         return {"refusal": None, "run_dir": str(run_dir)}
 

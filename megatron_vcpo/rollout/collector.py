@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import Counter
@@ -25,6 +26,8 @@ from megatron_vcpo.rollout.sampler import DrawnPrompt, PromptSampler
 from megatron_vcpo.rollout.stopping import sampling
 from megatron_vcpo.runtime import phases
 from megatron_vcpo.runtime.agreement import raise_together
+
+logger = logging.getLogger(__name__)
 
 _SHOWN_ERRORS = 3  # rejected rewards to explain per phase and rank (or one of each kind, if there are more kinds)
 
@@ -149,9 +152,15 @@ class RolloutCollector:
         for trajectory in trajectories:
             minibatches[(trajectory.group_id - first) // self.config.prompts_per_step].append(trajectory)
         expected = len(responses.prompts) * self.config.responses_per_prompt
+        rejected = expected - len(trajectories)
+        logger.debug(
+            "rollout phase: %d prompts, %d responses (%d from this rank's engine), %d rejected; %.2f s to generate, "
+            "%.2f s to judge",
+            *(len(responses.prompts), expected, len(responses.samples), rejected, responses.seconds, reward_seconds),
+        )
         return RolloutPhase(
             minibatches=minibatches,
-            rejected=expected - len(trajectories),
+            rejected=rejected,
             rejected_by_kind=dict(zip(KINDS, kinds.tolist())),
             seconds={"generate": responses.seconds, "reward": reward_seconds},
         )
@@ -203,17 +212,12 @@ class RolloutCollector:
         shown = sorted(range(len(failed)), key=turns.__getitem__)[: max(_SHOWN_ERRORS, len(counts))]
         for number in shown:
             (drawn, index), outcome = failed[number]
-            print(
-                f"megatron_vcpo: rejected group {drawn.group_id} response {index} (prompt {drawn.prompt_index}): "
-                f"{outcome.error}",
-                file=sys.stderr,
+            logger.warning(
+                f"rejected group {drawn.group_id} response {index} (prompt {drawn.prompt_index}): {outcome.error}"
             )
         if len(failed) > len(shown):
             kinds = ", ".join(f"{kind} {number}" for kind, number in counts.most_common())
-            print(
-                f"megatron_vcpo: ... and {len(failed) - len(shown)} more in this phase; all together: {kinds}",
-                file=sys.stderr,
-            )
+            logger.warning(f"... and {len(failed) - len(shown)} more in this phase; all together: {kinds}")
 
 
 def judge(

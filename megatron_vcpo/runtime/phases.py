@@ -5,9 +5,12 @@ Phases are entered at points that every rank passes in the same order, so that t
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ def enter(name: str, *, alone: bool = False, iteration: int | None = None) -> No
         since=time.monotonic(),
     )
     entered.set()
+    logger.debug("phase %d of iteration %d: %s", _current.number, _current.iteration, name)
 
 
 def current() -> Phase:

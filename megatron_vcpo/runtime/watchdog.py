@@ -31,6 +31,7 @@ _BEATS_PER_DEADLINE = 20
 _LONGEST_INTERVAL = 15.0  # seconds between two signs of life in a phase that goes on
 _WRITES = 1000.0  # of all ranks to the store, each second at most: phases that follow faster are not all told
 _GLANCE = 1.0  # seconds between two looks at whether torchrun still lives
+_LAST_WORDS = 5.0  # seconds to write a message and to flush stdout before the process ends without
 _ENDING = 0.1  # seconds in which a process whose sockets are closed ends
 _SHOWN = 8  # ranks named in a message
 # What gloo and NCCL say where another process has ended.
@@ -351,6 +352,17 @@ def end_with_torchrun(rank: int) -> None:
 
 
 def _end_process(message: str) -> None:
-    print(f"megatron_vcpo: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    """Say why and end the process, whatever its other threads hold.
+
+    Neither through logging nor through sys.stderr: the training thread may be stuck with their locks. Flushing stdout
+    needs such a lock, and a pipe may be full, so that both have a limited time.
+    """
+
+    def speak() -> None:
+        os.write(2, f"megatron_vcpo: {message}\n".encode(errors="backslashreplace"))
+        sys.stdout.flush()
+
+    speaker = threading.Thread(target=speak, name="megatron_vcpo last words", daemon=True)
+    speaker.start()
+    speaker.join(_LAST_WORDS)
     os._exit(EXIT_CODE)  # the training thread is in a call that nothing interrupts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from megatron_vcpo.sync.deadline import Deadline
 from megatron_vcpo.sync.errors import SyncError
 from megatron_vcpo.sync.gather import WeightGatherer
 from megatron_vcpo.sync.receiver import UpdateReport, WeightReceiver
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ class WeightSynchronizer:
         except SyncError:
             self.engine.version = None
             raise
-        return SyncReport(
+        done = SyncReport(
             version=version,
             seconds=time.perf_counter() - started,
             bytes=delivery.bytes,
@@ -121,6 +124,10 @@ class WeightSynchronizer:
             verified=verify,
             unreadable=report.unreadable,
         )
+        logger.debug(
+            "published version %d: %d tensors, %d bytes, %.2f s", version, done.tensors, done.bytes, done.seconds
+        )
+        return done
 
 
 class _Delivery:

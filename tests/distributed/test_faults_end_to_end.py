@@ -214,7 +214,7 @@ def test_what_cannot_be_resumed_is_one_sentence_and_what_has_ended_says_so(tmp_p
     assert done.returncode != 0
     sentence = re.escape(f"{saved / 'metrics.jsonl'} line 1 is not a metrics record")
     assert re.search(rf"megatron_vcpo: {sentence}", done.stderr), done.stderr[-4000:]
-    assert re.search(rf"megatron_vcpo: Rank 0 failed: {sentence}", done.stderr), done.stderr[-4000:]
+    assert re.search(rf"megatron_vcpo: \[rank 1\] Rank 0 failed: {sentence}", done.stderr), done.stderr[-4000:]
     assert "MetricsFileError" not in done.stderr
 
     tensors = saved / "iter_0000002" / "__0_0.distcp"

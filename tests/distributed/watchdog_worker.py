@@ -123,6 +123,7 @@ CASES: dict[Callable[[int], None], str | None] = {
 
 def member(case: Callable[[int], None], rank: int, store: Path, output: Path) -> None:
     sys.stderr = output.open("w", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)  # which the watchdog writes to
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=FOR_EVER)
     )

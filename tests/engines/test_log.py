@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_vcpo.engines.log import EngineLog, grown, logging_variables, size_of
+from megatron_vcpo.engines.process_state import EngineTurn
 from megatron_vcpo.engines.protocol import EngineError
+from megatron_vcpo.engines.vllm.engine import VLLMEngine
 
 DUMP = "Dumping scheduler output: " + "x" * 50_000
 
@@ -80,6 +82,17 @@ def test_an_error_that_the_engine_survives_is_told_in_a_line(tmp_path, engine_lo
     with log.collecting():
         engine_logger.warning("nothing of note")
     assert capsys.readouterr().err == ""
+
+
+def test_that_line_survives_the_engine_s_turn_which_drops_warnings(tmp_path, engine_logger, capsys):
+    engine = object.__new__(VLLMEngine)
+    engine._turn, engine._log = EngineTurn({}), EngineLog(str(tmp_path / "log"))
+    with engine._calling("vLLM failed"):
+        engine_logger.error(DUMP)
+        logging.getLogger("megatron_vcpo.engines").warning("within the turn")
+    said = capsys.readouterr().err
+    assert said.startswith("megatron_vcpo: vLLM logged an error and went on. ")
+    assert "within" not in said
 
 
 def test_a_log_that_cannot_be_written_does_not_hide_the_error(tmp_path, engine_logger):

@@ -219,11 +219,11 @@ def test_an_answer_that_stops_half_way_does_not_hang() -> None:
 OWNER = """
 import time
 from multiprocessing import Pipe
-from megatron_vcpo.rollout.engine_process import _spawn
-from megatron_vcpo.rollout.pulse import Pulse
+from megatron_vcpo.engines.process import _spawn
+from megatron_vcpo.engines.pulse import Pulse
 mine, theirs = Pipe()
 pulse = Pulse()
-child = _spawn(theirs, pulse)
+child = _spawn(theirs, pulse, 0)
 while pulse.beats == 0:
     time.sleep(0.05)
 print(child.pid, flush=True)
@@ -240,9 +240,9 @@ def test_a_stopped_process_ends_with_its_trainer() -> None:
     owner.wait()
     owner.stdout.close()
     end = time.monotonic() + 60.0
-    while "engine_process" in _command(child) and time.monotonic() < end:  # a zombie has no command line
+    while "engines.process" in _command(child) and time.monotonic() < end:  # a zombie has no command line
         time.sleep(0.05)
-    left = "engine_process" in _command(child)
+    left = "engines.process" in _command(child)
     if left:
         os.kill(child, signal.SIGKILL)
     assert not left
@@ -275,6 +275,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_no_process(
     weights, tmp_path, capfd, has_model, length, said
 ) -> None:
     log = tmp_path / "engine_rank1.log"
+    before = _engine_processes()  # another test's may run
     folder = weights.folder / "0" if has_model else tmp_path
     said = said.format(log=log)
     with pytest.raises(EngineError, match=rf"In the engine process \d+ of rank 1: .*{said}"):
@@ -286,8 +287,12 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_no_process(
         )
     assert log.exists() == has_model
     assert "Traceback" not in "".join(capfd.readouterr())
+    assert _engine_processes() <= before
+
+
+def _engine_processes() -> set[int]:
     children = [int(p) for p in os.listdir("/proc") if p.isdigit() and _parent(p) == os.getpid()]
-    assert not [c for c in children if "engine_process" in _command(c)]
+    return {c for c in children if "engines.process" in _command(c)}
 
 
 def _resident_bytes(process: int) -> int:

@@ -27,5 +27,5 @@ def test_an_engine_logs_into_the_run_s_folder_under_its_rank(tmp_path, monkeypat
     config.vcpo.load_hf = "model"
     config.rollout.engine_placement = placement
     args = SimpleNamespace(rank=3, params_dtype=torch.float32)
-    assembly.build_engine(args, config, SimpleNamespace(vocab_size=9), tmp_path, [], SimpleNamespace())
+    assembly.build_engine(args, config, SimpleNamespace(vocab_size=9), tmp_path, [])
     assert [settings.log_file for settings in given] == [str(tmp_path / "engine_rank3.log")]

@@ -382,7 +382,7 @@ def test_a_dry_run_locks_nothing_and_writes_nothing_also_where_a_run_is_going_on
     monkeypatch.setattr("sys.argv", ["train.py", *command_line.flags(*save)])
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train.warnings, "filterwarnings", lambda *_, **__: None)
+    monkeypatch.setattr(train.logs, "quiet_libraries", lambda: None)
     train.main()
     assert "nothing was started" in capsys.readouterr().out
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path, *tmp_path.rglob("*"))) == before

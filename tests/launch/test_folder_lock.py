@@ -29,7 +29,7 @@ import json, sys
 from types import SimpleNamespace
 import torch
 from megatron_vcpo.config import ConfigError, PluginConfig
-from megatron_vcpo.folder_lock import FolderClaim
+from megatron_vcpo.launch.folder_lock import FolderClaim
 
 rank, save = int(sys.argv[1]), sys.argv[2] or None
 args = SimpleNamespace(rank=rank, world_size=2, save=save, load=None, finetune=False, distributed_timeout_minutes=2)

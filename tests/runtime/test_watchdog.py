@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_vcpo.runtime import phases
-from megatron_vcpo.runtime.watchdog import Standing, Watchdog, verdict
+from megatron_vcpo.runtime.watchdog import EXIT_CODE, Standing, Watchdog, verdict
 
 
 def standing(rank: int, **changes) -> Standing:
@@ -147,6 +147,31 @@ def test_a_rank_ends_with_a_torchrun_that_is_killed_and_with_no_other_parent(lau
     else:
         assert said == ""
         assert last == "lived on\n"
+
+
+STUCK = """
+import logging, sys, threading
+from megatron_vcpo.runtime import logs, watchdog
+logs.configure(rank=0)
+logging.getLogger("megatron_vcpo").handlers[0].acquire()
+threading.Timer(0.5, watchdog._end_process, ["rank 1 did not come"]).start()
+while True:
+    sys.stdout.write("nobody reads this")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_its_message_though_the_training_thread_holds_the_locks_of_its_output():
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert stuck.stdout is not None
+    assert stuck.stderr is not None
+    try:
+        assert stuck.wait(100.0) == EXIT_CODE
+        assert stuck.stderr.read() == "megatron_vcpo: rank 1 did not come\n"
+    finally:
+        stuck.kill()
+        stuck.stdout.close()
+        stuck.stderr.close()
 
 
 @pytest.mark.distributed

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +27,9 @@ from megatron_vcpo.checkpoint.convert.to_megatron import (
 )
 from megatron_vcpo.models.building.offline import single_process
 from megatron_vcpo.models.errors import CheckpointError
+from megatron_vcpo.runtime import logs
+
+logger = logging.getLogger(__name__)
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -113,10 +116,9 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
         if arguments.verify:
             verify(source, HuggingFaceSource(result.checkpoint), result, arguments.verify, options, arguments.quiet)
         if result.files is None:
-            print(
+            logger.info(
                 f"# {_unknown(source)}: {result.folder.target} names no end token and holds no tokenizer; --tokenizer "
-                "DIR takes both from the model's own folder",
-                file=sys.stderr,
+                "DIR takes both from the model's own folder"
             )
         return _publish(result)
 
@@ -131,17 +133,17 @@ def verify(
     with _bar(_total(source, None), "verifying", quiet) as bar:
         ledger = compare(source, made, bar.update)
     for line in ledger.lines():
-        print(line, file=sys.stderr)
+        logger.info(line)
     files = [] if result.files is None or made.files is None else file_differences(result.files, made.files)
     for line in files:
-        print(line, file=sys.stderr)
+        logger.info(line)
     problem = "the files beside the weights differ" if files else None
     problem = problem if ledger.same else "tensors differ"
     if any(made.dtype(spec) != stored_dtype(source, spec, options.dtype) for spec in source.specs):
         problem = "tensors are of another type"
     if how == "full" and problem is None:
         gap = compare_logits(source, made, dtype=options.dtype)
-        print(gap.line(), file=sys.stderr)
+        logger.info(gap.line())
         problem = None if gap.same else "the logits differ"
     if problem is not None:
         result.folder.close()
@@ -191,7 +193,7 @@ def _unknown(source: CheckpointSource) -> str:
 def _publish(result: Result) -> int:
     result.folder.commit()
     print(result.flags, end="")
-    print(f"# written to {result.folder.target}", file=sys.stderr)
+    logger.info(f"# written to {result.folder.target}")
     return 0
 
 
@@ -205,14 +207,15 @@ def _bar(total: int, what: str, quiet: bool) -> tqdm[NoReturn]:
 
 def run(name: str, command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run a command and return its exit code; errors that explain themselves become one sentence on stderr."""
+    logs.configure_command(name)
     transformers_logging.disable_progress_bar()
     try:
         return command(arguments)
     except CheckpointError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        logger.error(str(error))
         return 1
     except KeyboardInterrupt:
-        print(f"{name}: interrupted; the same command goes on where it was.", file=sys.stderr)
+        logger.error("interrupted; the same command goes on where it was.")
         return 130
 
 

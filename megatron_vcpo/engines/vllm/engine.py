@@ -112,7 +112,7 @@ class VLLMEngine:
         """See `WeightReceiver.update_weights`. Raises EngineError naming the tensor or the parameters left out."""
         llm = self._running()
         self.version = None
-        with self._turn, self._log.collecting():
+        with self._log.collecting(), self._turn:
             report = self._loader.load(weights, verify=verify)
             if self._cache_may_hold_nan:
                 llm.collective_rpc(_zero_cache)
@@ -244,7 +244,7 @@ class VLLMEngine:
     @contextlib.contextmanager
     def _calling(self, what: str) -> Iterator[None]:
         """Run the engine's turn, and turn whatever vLLM raises into an EngineError that names the cause."""
-        with self._turn, self._log.collecting():
+        with self._log.collecting(), self._turn:
             try:
                 yield
             except EngineError:

@@ -26,7 +26,10 @@ NUMBER = struct.Struct("<Q")
 
 def serve(work: socket.socket) -> None:
     """Build the environment that the first message describes, then judge the others until the trainer closes the
-    socket."""
+    socket.
+
+    `logging` is not configured here: that is up to the environment, and the trainer reports rejected rewards.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # so that the output of a killed reward is not lost
