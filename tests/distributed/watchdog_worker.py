@@ -82,6 +82,7 @@ def dies_in_the_same_phase(rank: int) -> None:
     phases.enter("reduce", iteration=4)
     wait_for_the_other()
     if rank == 1:
+        await_sign_of_life("reduce")
         os._exit(9)
     wait_for_the_other()
 
@@ -111,7 +112,7 @@ CASES: dict[Callable[[int], None], str | None] = {
     is_frozen: r"rank 0 waited .* for rank 1, last seen in phase 'train' .* and without a sign of life since",
     dies: (
         r"rank 0 failed in phase 'reduce' of iteration 4, since a process that it waited for is gone: rank 1 has "
-        r"ended, last seen in phase 'train' of iteration 4 at dies \("
+        r"ended, last seen in phase 'train' of iteration 4 at (dies|await_sign_of_life) \("
     ),
     dies_in_the_same_phase: (
         r"rank 0 failed in phase 'reduce' of iteration 4, since a process that it waited for is gone: rank 1 has "
