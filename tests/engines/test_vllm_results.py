@@ -21,17 +21,18 @@ def output(*, ids=(5, 6, 1), logprobs=(-0.5, -1.0, -0.1), sampled=None, reason="
 
 
 def test_sound_response_becomes_a_result():
-    result = _result(0, output())
+    result = _result(0, output(), 7)
     assert result.response_ids.dtype == np.int32
     assert result.logprobs.dtype == np.float32
     assert result.response_ids.tolist() == [5, 6, 1]
     np.testing.assert_allclose(result.logprobs, [-0.5, -1.0, -0.1])
+    assert result.versions.tolist() == [7, 7, 7]
     assert not result.truncated
-    assert _result(0, output(reason="length")).truncated
+    assert _result(0, output(reason="length"), 7).truncated
 
 
 def test_rounding_above_zero_is_taken_for_zero():
-    assert _result(0, output(logprobs=(-0.5, 1e-6, 0.0))).logprobs.max() == 0.0
+    assert _result(0, output(logprobs=(-0.5, 1e-6, 0.0)), 7).logprobs.max() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_rounding_above_zero_is_taken_for_zero():
 )
 def test_unsound_response_is_an_error_that_names_the_request(changes, said):
     with pytest.raises(EngineError, match=said):
-        _result(4, output(**changes))
+        _result(4, output(**changes), 7)
 
 
 def test_folder_without_a_model_is_refused_before_vllm_is_imported(tmp_path):

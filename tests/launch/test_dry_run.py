@@ -345,7 +345,13 @@ def test_what_the_run_would_choose_is_shown_resolved(tmp_path: Path, monkeypatch
     assert found["rollout-engine-dtype"] == "bfloat16"
     assert found["sync-verify-tolerance"] == "0.1"
     unset = {flag for flag, value in found.items() if value == "-"}
-    files = {"vcpo-load-hf", "rollout-prompts", "rollout-eval-prompts", "rollout-engine-quantization"}
+    files = {
+        "vcpo-advantages",
+        "vcpo-load-hf",
+        "rollout-prompts",
+        "rollout-eval-prompts",
+        "rollout-engine-quantization",
+    }
     assert unset == files | {"rollout-stop"}
 
 
