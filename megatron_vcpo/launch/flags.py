@@ -1,4 +1,4 @@
-"""The dataclasses of `config.py` as argparse groups, defaults for Megatron's own flags, and checks across both."""
+"""The dataclasses of `config/` as argparse groups, defaults for Megatron's own flags, and checks across both."""
 
 from __future__ import annotations
 
