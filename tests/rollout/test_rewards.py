@@ -189,7 +189,7 @@ def test_close_ends_every_worker_and_what_rewards_have_started(tmp_path):
 OWNER = """
 import os, sys, time
 from megatron_vcpo.environments import Prompt
-from megatron_vcpo.rollout.rewards import RewardPool
+from megatron_vcpo.rollout.rewards.pool import RewardPool
 
 how, *responses = sys.argv[1:]
 name = "tests.oracle.faulty_rewards:FaultyRewards"
