@@ -162,7 +162,10 @@ while True:
 
 @pytest.mark.slow
 def test_a_process_ends_with_its_message_though_the_training_thread_holds_the_locks_of_its_output():
-    stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    stuck = subprocess.Popen(
+        [sys.executable, "-c", STUCK], env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert stuck.stdout is not None
     assert stuck.stderr is not None
     try:
