@@ -142,7 +142,7 @@ def alive(pids) -> list[int]:
 
 def keepers() -> list[psutil.Process]:
     """Of all pools of this process."""
-    return [child for child in psutil.Process().children() if "reward_keeper" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "rewards.keeper" in " ".join(child.cmdline())]
 
 
 def test_a_reward_that_ends_its_process_costs_no_deadline():
