@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vcpo.data.trajectory import Trajectory
+from megatron_vcpo.mcore import forward
 from megatron_vcpo.mcore.reference import ReferencePolicy
-from megatron_vcpo.mcore.step import policy_step
 from tests.oracle.autograd_step import Step, adam_change
 from tests.oracle.layouts import Layout, Policy, Trainer, build
 from tests.oracle.plain_gpt import PlainGPT
@@ -87,7 +87,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 def spoilt_outputs(case: Case) -> Iterator[None]:
     """Let the trainer's own numbers of POLICY_MARK be not finite, as the case says."""
     kinds = set(case.spoilt.values())
-    original = policy_step.output_processor
+    original = forward.output_processor
 
     def spoil(*, labels: torch.Tensor, **arguments: Any) -> dict[str, torch.Tensor]:
         output = original(labels=labels, **arguments)
@@ -99,11 +99,11 @@ def spoilt_outputs(case: Case) -> Iterator[None]:
             output["entropy"] = output["entropy"].masked_fill(marked, math.nan)
         return output
 
-    policy_step.output_processor = spoil  # type: ignore[assignment]
+    forward.output_processor = spoil  # type: ignore[assignment]
     try:
         yield
     finally:
-        policy_step.output_processor = original
+        forward.output_processor = original
 
 
 def run(case: Case, trajectories: list[Trajectory], layout: Layout, *, moe: bool) -> Found:
