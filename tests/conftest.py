@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +19,10 @@ from megatron_vcpo.runtime import logs
 # drawing a minibatch several.
 settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any_machine")
+
+# A shell's background job ignores Ctrl-C, and so would all that tests start, whose handling of it is tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SECONDS = {"distributed": 20.0, "engine": 15.0, "slow": 5.0, "gpu": 1.0}  # of a test with that mark, roughly
 
