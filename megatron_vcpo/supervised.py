@@ -27,6 +27,7 @@ def adjust(config: PluginConfig) -> None:
     config.vcpo.baseline = "none"
     config.vcpo.energy = "logit"
     config.vcpo.reward_normalization = "none"
+    config.vcpo.advantages = None
     config.vcpo.kl_coefficient = 0.0
     config.rollout.eval_interval = 0
     config.rollout.router_replay = "off"
