@@ -147,7 +147,7 @@ class MegatronPlugin:
             self._start(bound.arguments["model"], bound.arguments["optimizer"], bound.arguments["opt_param_scheduler"])
         assert self.step is not None
         assert self.loop is not None
-        phases.enter("take a minibatch", iteration=self.args.curr_iteration + 1)
+        phases.enter("begin", iteration=self.args.curr_iteration + 1)
         trainer = MegatronTrainer(
             step=self.step, feeds=self.feeds, train_step=self._train_step, call=bound, journal=self.loop.journal
         )

@@ -147,7 +147,7 @@ def _pretrain(args: argparse.Namespace, config: PluginConfig, inputs: Inputs, lo
             plugin.forward_step,
         )
         if plugin.loop is None and args.iteration >= args.train_iters and args.rank == 0:
-            logger.warning(
+            logger.error(
                 f"nothing is left to train: the checkpoint in --load {args.load} is of iteration {args.iteration}, and "
                 f"--train-iters is {args.train_iters}; raise it to go on."
             )

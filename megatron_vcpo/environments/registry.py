@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_vcpo.environments.protocol import Environment, EnvironmentSetupError, Split
 
-_NAMES = ("reasoning_gym:<dataset>", "jsonl", "builtin:sort_digits", "module:Class")
 _BUILTIN = {"sort_digits": ("megatron_vcpo.environments.sort_digits", "SortDigits")}
+_NAMES = ("reasoning_gym:<dataset>", "jsonl", *(f"builtin:{name}" for name in _BUILTIN), "module:Class")
 
 
 def make_environment(

@@ -1,4 +1,4 @@
-"""Builds the parts of a loop from the flags. The only place outside engines/ that names vLLM."""
+"""The parts of a loop, built as the flags say: engine, reward processes, publisher, samples."""
 
 from __future__ import annotations
 

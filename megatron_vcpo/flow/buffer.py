@@ -59,7 +59,7 @@ class TrajectoryBuffer:
     def _stale(self, trajectory: Trajectory, lag: int) -> Refusal:
         return Refusal(
             reason=RefusalReason.STALE,
-            sentence=f"{trajectory.name}: its oldest token is {lag} steps old, and --rollout-max-lag is {self.max_lag}",
+            sentence=f"{trajectory.name}: its oldest token has age {lag}, and --rollout-max-lag is {self.max_lag}",
         )
 
     def put_back(self, minibatch: Minibatch) -> None:

@@ -6,6 +6,8 @@ publish ──► generate ──► judge ──► admit ─────► ta
    │                   processes              bound)     and VCPO     │
    └──────────────── weights of the next version ◄────────────────────┘
 
+The first four are only due when no minibatch waits.
+
 publish   the current version's weights go to the engine, if they are due           flow/publisher.py, sync/
 generate  prompts are drawn, and the engine samples responses                       rollout/, engines/
 judge     rewards are computed; every rank gets the same trajectories               rollout/
@@ -13,6 +15,7 @@ admit     trajectories that cannot be trained on are refused, the others wait   
 take      one step's trajectories, without those that are now too old               flow/buffer.py
 train     pack, score, forward and backward, rho, learning rate, optimizer step     flow/trainer.py, mcore/
 settle    the outcome advances the version, or keeps an overflowed minibatch        flow/loop.py
+evaluate  the held-out reward is measured if due, publishing first if need be       flow/evaluation.py
 log       one line is written                                                       flow/journal.py
 """
 
@@ -89,8 +92,7 @@ class ColocatedLoop(Loop):
             self.publisher.publish(self.version)
 
     def admit(self, phase: RolloutPhase, trainer: Trainer) -> None:
-        """Buffer a phase's usable trajectories and count the others; write samples and verify log-probs if asked
-        for."""
+        """Buffer a phase's usable trajectories and count the others; write samples; verify log-probs."""
         self._count(phase)
         if self.config.rollout.router_replay == "training":
             phase.minibatches = self._with_trainer_routes(phase.minibatches, trainer)
@@ -104,6 +106,7 @@ class ColocatedLoop(Loop):
 
     def take(self) -> Minibatch:
         """The trajectories of the next step."""
+        phases.enter("take a minibatch")
         minibatch = self.buffer.take(self.version)
         self.journal.count("refused_stale", len(minibatch.refused))
         self._tell(minibatch.refused)

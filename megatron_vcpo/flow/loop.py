@@ -90,7 +90,7 @@ class Loop:
             "train_iters": int(self.args.train_iters),
             "version": self.version,
         }
-        return place | step_record(minibatch, outcome)
+        return place | step_record(minibatch, outcome) | place  # a loss may have metrics of the same names
 
     # ------------------------------------------------------------------ state
 

@@ -18,6 +18,7 @@ from megatron_vcpo.flow.trainer import Trainer
 from megatron_vcpo.mcore.step.outcome import StepOutcome
 from megatron_vcpo.objective import LossInputs, LossOutputs
 from megatron_vcpo.rollout.inputs import Inputs
+from megatron_vcpo.runtime import phases
 
 _KEPT = ("iteration", "train_iters", "version", "loss", "lr", "grad_norm", "skipped", "response_length")
 
@@ -48,6 +49,7 @@ class SupervisedLoop(Loop):
 
     def take(self) -> Minibatch:
         """The next minibatch of answers, the same on every rank."""
+        phases.enter("take a minibatch")
         minibatch, self._put_back = self._put_back, None
         if minibatch is None:
             minibatch = self._answers(retries=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.packing import MicroBatch, PackingPlan, RowAlignment, build_micro_batch, plan_micro_batches
-from megatron_vcpo.objective import AdvantageInputs, Advantages, advantage_scales, checked_advantages
+from megatron_vcpo.objective import advantage_scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class PackedMinibatch:
     rewards: Tensor  # [N] fp32
     group_ids: Tensor  # [N] int64
     advantage_scales: Tensor  # [N] fp32
-    advantages: Tensor | None  # [N] fp64, from --vcpo-advantages; None without the flag
     num_response_tokens: int  # sampled tokens, over all ranks
     rank_rows: tuple[int, ...]  # rows of each data-parallel rank's micro-batches, padding included
+    advantages: Tensor | None = None  # [N] fp64, those of --vcpo-advantages
     baselines: Tensor | None = None  # [N], set by a scoring pass
 
     @property
@@ -73,7 +73,6 @@ def pack_minibatch(
     config: VCPOConfig,
     packing: PackingSettings,
     device: torch.device,
-    advantages: Advantages | None = None,
 ) -> PackedMinibatch:
     """Plan and build this rank's micro-batches; every rank must pass the same trajectories.
 
@@ -100,11 +99,6 @@ def pack_minibatch(
         for bin_, total in zip(plan.bins[packing.dp_rank], rows[packing.dp_rank])
     ]
     lengths = [int(np.count_nonzero(t.response_mask)) for t in trajectories]
-    own: Tensor | None = None
-    if advantages is not None:
-        counts = torch.tensor(lengths, dtype=torch.int64, device=device)
-        inputs = AdvantageInputs(rewards=rewards.double(), group_ids=group_ids, lengths=counts, config=config)
-        own = checked_advantages(advantages, inputs)
     return PackedMinibatch(
         trajectories=tuple(trajectories),
         plan=plan,
@@ -112,7 +106,6 @@ def pack_minibatch(
         rewards=rewards,
         group_ids=group_ids,
         advantage_scales=advantage_scales(rewards, group_ids, config.reward_normalization).float(),
-        advantages=own,
         num_response_tokens=sum(lengths),
         rank_rows=tuple(map(sum, rows)),
     )

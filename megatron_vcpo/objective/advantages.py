@@ -31,7 +31,7 @@ class AdvantageInputs:
 
 
 Advantages = Callable[[AdvantageInputs], Tensor]
-"""Returns [N], finite; the same on every rank."""
+"""Returns [N], finite; a function of its inputs alone, so that every rank gets the same."""
 
 
 def load_advantages(path: str | None) -> Advantages | None:
@@ -50,11 +50,14 @@ def checked_advantages(function: Advantages, inputs: AdvantageInputs) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != inputs.rewards.shape:
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ConfigError(f"{flag} must return a tensor of shape {tuple(inputs.rewards.shape)}, not {found}.")
-    values = values.detach().double()
-    if not bool(torch.isfinite(values).all()):
-        place = int((~torch.isfinite(values)).nonzero()[0])
+    if values.is_complex() or values.layout != torch.strided:
+        raise ConfigError(f"{flag} must return real numbers in a plain tensor, not {values.dtype} in {values.layout}.")
+    values = values.detach().to(inputs.rewards.device, torch.float64)
+    bad = ~(values.abs() <= torch.finfo(torch.float32).max)  # NaN too; the loss computes in fp32
+    if bool(bad.any()):
+        place = int(bad.nonzero()[0])
         raise ConfigError(
             f"{flag} returned {float(values[place])} for trajectory {place} of {len(values)}, whose reward is "
-            f"{float(inputs.rewards[place])}: an advantage must be finite."
+            f"{float(inputs.rewards[place])}: an advantage must be finite, in fp32 too."
         )
     return values

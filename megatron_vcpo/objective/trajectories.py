@@ -184,9 +184,12 @@ def trajectory_baselines_with_fallbacks(
         if log_energies is None:
             raise ValueError(f"--vcpo-baseline {config.baseline} needs log_energies.")
         return optimal_baseline_with_fallbacks(rewards, log_energies, scope, leave_one_out=leave_one_out)
-    values = torch.zeros_like(rewards)
-    if config.baseline != "none":
+    if config.baseline == "none":
+        values = torch.zeros_like(rewards)
+    elif config.baseline in ("mean", "leave-one-out"):
         values = mean_baseline(rewards, scope, leave_one_out=leave_one_out)
+    else:
+        raise ValueError(f"--vcpo-baseline {config.baseline} is not computed anywhere.")
     return BaselineResult(values=values, fallback=torch.zeros_like(rewards, dtype=torch.bool))
 
 

@@ -154,6 +154,7 @@ class Watchdog:
         if not failed_in_collective(error):
             return said
         try:
+            self._write()  # others that explain themselves now are to see this phase, not the one before
             table = self._read([])
         except RuntimeError:
             return f"{said}, and the rendezvous store does not answer: the process that held it has ended"

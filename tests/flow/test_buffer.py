@@ -94,7 +94,7 @@ def test_a_trajectory_is_as_old_as_its_oldest_token_that_the_policy_sampled():
     taken = buffer.take(version=4)
     assert [t.index for t in taken.trajectories] == [0]
     assert [refusal.sentence for refusal in taken.refused] == [
-        "group 0 response 1: its oldest token is 1 steps old, and --rollout-max-lag is 0"
+        "group 0 response 1: its oldest token has age 1, and --rollout-max-lag is 0"
     ]
 
 

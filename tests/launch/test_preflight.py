@@ -144,6 +144,7 @@ def test_an_evaluation_without_tasks_is_refused_before_the_start(command_line: C
     [
         ("my_loss", "import path 'module:function'"),
         ("no_such_module:loss", "cannot import 'no_such_module'"),
+        (".relative:loss", "import path 'module:function'"),
         ("megatron_vcpo.objective:no_loss", "has no function 'no_loss'"),
     ],
 )

@@ -330,3 +330,32 @@ def test_advantages_of_ones_own_give_the_same_step_however_groups_are_packed(gro
     torch.testing.assert_close(own_gradient, gradient, rtol=1e-4, atol=1e-7)
     assert own_metrics["advantage_abs"] == pytest.approx(metrics["advantage_abs"], rel=1e-6)
     assert own_metrics["rho"] == metrics["rho"]
+
+
+def test_advantages_are_asked_for_the_steps_minibatch_alone_and_never_for_an_empty_one(groups):
+    asked = []
+
+    def noted(inputs):
+        asked.append(len(inputs.rewards))
+        return inputs.rewards
+
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    tiny, batch = build_tiny_gpt(groups), make_trajectories()
+    vcpo = register(tiny, VCPOConfig(baseline="none", reward_normalization="none"))
+    vcpo.advantages = noted
+    vcpo.logprobs_of(batch[:3], model=tiny.model, forward_backward=get_forward_backward_func())
+    assert asked == []
+    run_step(tiny, vcpo, batch)
+    metrics, _ = run_step(tiny, vcpo, [])
+    assert asked == [len(batch)]
+    assert metrics["skipped"] == 1.0
+
+
+def test_advantages_that_raise_are_one_sentence(groups):
+    tiny = build_tiny_gpt(groups)
+    none = {"baseline": "none", "reward_normalization": "none", "advantages": "tests.mcore.test_policy_step:centred"}
+    vcpo = register(tiny, VCPOConfig(**none))
+    vcpo.advantages = lambda inputs: inputs.rewards.view(-1, 5)
+    with pytest.raises(ConfigError, match=r"--vcpo-advantages tests\.mcore.*:centred raised RuntimeError: shape"):
+        run_step(tiny, vcpo, make_trajectories())

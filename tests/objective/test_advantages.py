@@ -29,6 +29,9 @@ INPUTS = AdvantageInputs(
         ([0.0, 0.0, 0.0], "not list"),
         (torch.tensor([0.0, float("nan"), 0.0]), "returned nan for trajectory 1 of 3, whose reward is 0.0"),
         (torch.tensor([0.0, 0.0, float("inf")]), "returned inf for trajectory 2"),
+        (torch.tensor([0.0, 1e300, 0.0], dtype=torch.float64), "returned 1e[+]300 for trajectory 1"),
+        (torch.zeros(3, dtype=torch.complex64), "real numbers in a plain tensor"),
+        (torch.zeros(3).to_sparse(), "real numbers in a plain tensor"),
     ],
 )
 def test_anything_but_one_finite_number_a_trajectory_is_refused_by_the_flag(returned, said) -> None:

@@ -32,6 +32,7 @@ from megatron_vcpo.mcore.reference import ReferencePolicy
 from megatron_vcpo.mcore.routers.accounting import route_metrics
 from megatron_vcpo.mcore.routers.replay import RouterReplay
 from megatron_vcpo.mcore.routers.state import ExpertBiases, RouterLog
+from megatron_vcpo.mcore.step.advantages import minibatch_advantages
 from megatron_vcpo.mcore.step.exclusions import Exclusions
 from megatron_vcpo.mcore.step.outcome import StepOutcome, Verdict
 from megatron_vcpo.mcore.step.scoring import baseline_columns, log_weights, minibatch_baselines, usable_of
@@ -146,7 +147,9 @@ class PolicyStep:
         """Build the minibatch and score it; again whenever a pass shows that a trajectory cannot be trained on."""
         while True:
             trajectories = [] if self.skip_reason else self._exclusions.kept
-            batch = self.minibatch = self._pack(trajectories)
+            batch = self.minibatch = pack_minibatch(trajectories, self.config, self.settings.packing, self.device)
+            if self.advantages is not None:
+                batch.advantages = minibatch_advantages(self.advantages, trajectories, self.config, self.device)
             self._scored_fallbacks = 0.0
             self._measuring_overflowed = False
             if self.config.kl_coefficient > 0.0:
@@ -195,9 +198,6 @@ class PolicyStep:
     def data_iterator(self) -> Iterator[MicroBatch]:
         """A fresh iterator over this rank's micro-batches (one for each model chunk under interleaving)."""
         return iter(list(self._current().micro_batches))
-
-    def _pack(self, trajectories: Sequence[Trajectory]) -> PackedMinibatch:
-        return pack_minibatch(trajectories, self.config, self.settings.packing, self.device, self.advantages)
 
     def _current(self) -> PackedMinibatch:
         if self.minibatch is None:
@@ -252,7 +252,7 @@ class PolicyStep:
             Index in `trajectories` -> [L], for this data-parallel rank's trajectories; empty except on the last
             pipeline stage.
         """
-        self.minibatch = self._pack(trajectories)
+        self.minibatch = pack_minibatch(trajectories, self.config, self.settings.packing, self.device)
         found: dict[int, Float32Array] = {}
         for micro, stats in zip(self.minibatch.micro_batches, self.score(model, forward_backward)):
             values = stats["logprobs"].float().cpu().numpy()
@@ -475,5 +475,5 @@ class PolicyStep:
             return Verdict.REPEAT
         if self.settings.fp16 and not self.skip_reason:
             return Verdict.OVERFLOW
-        self.skip_reason = self.skip_reason or "the optimizer refused the update"
+        self.skip_reason = self.skip_reason or "Megatron did not complete it"
         return Verdict.SKIPPED
