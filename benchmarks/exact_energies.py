@@ -22,7 +22,8 @@ import megatron_vcpo
 from benchmarks.step_overhead import make_trajectories, vcpo_step
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.data.trajectory import Trajectory
-from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
+from megatron_vcpo.mcore.forward import packed_seq_params, token_statistics
+from megatron_vcpo.mcore.logprobs import OutputContext
 from megatron_vcpo.mcore.packing import MicroBatch, RowAlignment, build_micro_batch
 from tests.oracle.single_process import single_process_megatron
 from tests.oracle.tiny_gpt import Size, TinyGPT, build_tiny_gpt
@@ -103,19 +104,7 @@ def _weighted_logprobs(logprobs: torch.Tensor, micro: MicroBatch) -> torch.Tenso
 
 def forward(model: Any, micro: MicroBatch, context: OutputContext) -> Any:
     """Token statistics of one micro-batch."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    lengths = {"max_seqlen_q": micro.max_seqlen, "max_seqlen_kv": micro.max_seqlen}
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens, **lengths)
-    return model(
-        micro.tokens,
-        micro.position_ids,
-        None,
-        labels=micro.labels,
-        packed_seq_params=packed,
-        output_processor=output_processor,
-        output_processor_context=context,
-    )
+    return token_statistics(model, micro, packed_seq_params(micro), context)
 
 
 def peak_memory(run: Callable[[], None]) -> float:

@@ -15,7 +15,8 @@ import torch
 from megatron_vcpo.config import VCPOConfig
 from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.mcore.context_parallel import gather_context_rows
-from megatron_vcpo.mcore.logprobs import OutputContext, output_processor
+from megatron_vcpo.mcore.forward import packed_seq_params, token_statistics
+from megatron_vcpo.mcore.logprobs import OutputContext
 from megatron_vcpo.mcore.packed_minibatch import PackingSettings, pack_minibatch
 
 KINDS = ("linear", "expert", "router", "norm", "bias", "embedding", "output")
@@ -154,7 +155,6 @@ def measure(
     energies: Any, trajectories: Sequence[Trajectory], *, packing: PackingSettings, vocab_size: int, chunk: int = 0
 ) -> Any:
     """One measuring pass of an ExactEnergies over packed micro-batches; its findings."""
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config: VCPOConfig = energies.config
@@ -168,23 +168,9 @@ def measure(
 
     def forward_step(iterator: Any, model: Any) -> Any:
         micro = next(iterator)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=micro.cu_seqlens,
-            cu_seqlens_kv=micro.cu_seqlens,
-            max_seqlen_q=micro.max_seqlen,
-            max_seqlen_kv=micro.max_seqlen,
-        )
+        packed = packed_seq_params(micro)
         with energies.forward(micro, packed):
-            output = model(
-                micro.tokens,
-                micro.position_ids,
-                None,
-                labels=micro.labels,
-                packed_seq_params=packed,
-                output_processor=output_processor,
-                output_processor_context=context,
-            )
+            output = token_statistics(model, micro, packed, context)
         return output, partial(loss, micro)
 
     feeds = [iter(batch.micro_batches) for _ in energies.model]
