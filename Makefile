@@ -13,7 +13,7 @@ BENCHMARKS = $(sort $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmark
 help:
 	@echo 'make demo     set up, then watch a small model learn with stale rollouts (minutes, no GPU needed; ARGS="SEED FOLDER")'
 	@echo 'make test     set up, then run the tests, on two cores (WORKERS=0: on one); ARGS="-k name" selects,'
-	@echo '              ARGS="-m fast" those without another process or an engine (about three minutes)'
+	@echo '              ARGS="-m fast" those without another process or an engine (under two minutes on two free cores)'
 	@echo 'make setup    only set up: .venv becomes a link to the pinned environment in the cache folder'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make bench    the measurements in benchmarks/'

@@ -27,6 +27,8 @@ from megatron_vcpo.models.description import describe_hf
 from megatron_vcpo.models.errors import CheckpointError
 from tests.oracle.model_pairs import ALL_FAMILIES, VOCAB, save_hf_model
 
+pytestmark = pytest.mark.slow
+
 CASES = [(name, name not in ("llama", "qwen3_moe", "gpt_oss")) for name in ALL_FAMILIES] + [("llama", True)]
 
 

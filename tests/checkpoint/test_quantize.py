@@ -34,6 +34,8 @@ from megatron_vcpo.models.errors import CheckpointError
 from megatron_vcpo.patches import vllm_cpu_int8_saturation
 from tests.oracle import tiny_models
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ("int8", "fp8")
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 PROMPTS, CALIBRATION, MEASURED, TOKENS = 24, 16, 8, 12

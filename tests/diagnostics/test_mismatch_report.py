@@ -18,6 +18,8 @@ from megatron_vcpo.data.trajectory import Trajectory
 from megatron_vcpo.patches import megatron_cpu, torch_cuda_alias
 from tests.oracle import tiny_models
 
+pytestmark = pytest.mark.slow
+
 megatron_cpu.install()
 
 VERSION = 7

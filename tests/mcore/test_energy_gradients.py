@@ -11,6 +11,8 @@ from tests.oracle.energies import measure, per_trajectory_energies
 from tests.oracle.layouts import VOCAB, Layout, Policy, build, trajectories
 from tests.oracle.single_process import single_process_megatron
 
+pytestmark = pytest.mark.slow
+
 METHODS = ("two-pass", "deferred", "accumulators")
 MINIBATCH = {"baseline_scope": "minibatch", "reward_normalization": "minibatch-std"}
 

@@ -19,6 +19,8 @@ from megatron_vcpo.models.naming import ModelShape, family_by_name
 from megatron_vcpo.sync.gather import WeightGatherer
 from tests.oracle.model_pairs import ALL_FAMILIES, MOE_FFN, VOCAB, gpt_models, save_hf_model, transformer_config
 
+pytestmark = pytest.mark.slow
+
 
 def build(
     name: str, *, tied: bool, rope: dict[str, Any] | None = None, packed: bool = False, **changes: Any
