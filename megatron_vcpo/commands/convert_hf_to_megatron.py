@@ -22,13 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 after one sentence on stderr, 130 when interrupted."""
     logs.quiet_libraries(offline=True)
     megatron_cpu.install()
-    from megatron_vcpo.checkpoint.convert import command as convert_command
+    from megatron_vcpo.checkpoint.convert import command
 
-    parser = convert_command.conversion_parser(
+    parser = command.conversion_parser(
         "Convert a Hugging Face checkpoint to Megatron's torch_dist format, one tensor in memory at a time.",
         "folder with config.json and safetensors files",
         "folder to be made, for --load",
         _EPILOG,
     )
     options = parser.parse_args(arguments)
-    return convert_command.run("convert_hf_to_megatron", convert_command.hf_to_megatron, options)
+    return command.run("convert_hf_to_megatron", command.hf_to_megatron, options)

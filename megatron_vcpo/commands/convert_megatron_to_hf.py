@@ -18,9 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 after one sentence on stderr, 130 when interrupted."""
     logs.quiet_libraries(offline=True)
     megatron_cpu.install()
-    from megatron_vcpo.checkpoint.convert import command as convert_command
+    from megatron_vcpo.checkpoint.convert import command
 
-    parser = convert_command.conversion_parser(
+    parser = command.conversion_parser(
         "Convert a distributed checkpoint that training saved to Hugging Face, one output file in memory at a time.",
         "folder that was given to --save, or one iteration's folder in it",
         "folder to be made",
@@ -37,4 +37,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--vocab-size", type=int, metavar="N", help="true vocabulary, where the checkpoint knows only the padded one"
     )
     options = parser.parse_args(arguments)
-    return convert_command.run("convert_megatron_to_hf", convert_command.megatron_to_hf, options)
+    return command.run("convert_megatron_to_hf", command.megatron_to_hf, options)

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 for the same model, 3 for another, 1 after one sentence on stderr."""
     logs.quiet_libraries(offline=True)
     megatron_cpu.install()
-    from megatron_vcpo.checkpoint.convert import command as convert_command
+    from megatron_vcpo.checkpoint.convert import command
 
     parser = argparse.ArgumentParser(
         description="Compare two checkpoints, tensor by tensor and by the logits of a few prompts.",
@@ -28,4 +28,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-logits", action="store_true", help="only tensors; needs no memory for a model")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args(arguments)
-    return convert_command.run("verify_checkpoint", convert_command.verify_two, options)
+    return command.run("verify_checkpoint", command.verify_two, options)
